@@ -36,9 +36,6 @@ WIDTHS = (32, 64, 96, 128, 192, 256)  # of max(head_dim, head_dim_v); CUDA kerne
 FEW_QUERIES = 16  # bound of seqlen_q for the class of decode kernels
 LENGTHS = (128, 512, 2048)  # of max(seqlen_q, seqlen_k)
 COLUMNS = (256, 1024, 4096, 16384)
-KINDS = ("none", "causal", "structured", "dense", "bias")  # values of MaskSpec.kind
-OPTIONS = ("dropout", "softcap", "packed", "lse", "weights", "learned_bias")
-NORM_FEATURES = ("plain", "residual", "dropout")
 
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -50,7 +47,7 @@ class ProblemClass(NamedTuple):
         op: "attention", "layer_norm" or "rms_norm".
         dtype: the name of the dtype, or "other".
         sizes: the size class, from `attention_sizes` or `columns_class`.
-        feature: one of KINDS, OPTIONS or NORM_FEATURES.
+        feature: the mask's `MaskSpec.kind` ("plain" for norms), or an option of the call.
         direction: "forward" or "training".
     """
 
@@ -65,7 +62,7 @@ class ProblemClass(NamedTuple):
 
 
 def classes_of(problem: Problem) -> list[ProblemClass]:
-    """Return the classes of a problem: one for the mask or norm, and one for each option.
+    """Return the classes of a problem: one for the mask or norm, then one for each option.
 
     A backend is selected only if it is usable in all these classes.
     """

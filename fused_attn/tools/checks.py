@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from fused_attn import functional, masks, varlen
+from fused_attn.backends import AttentionProblem, NormProblem
+from fused_attn.backends.problem import Problem
+from fused_attn.backends.verdicts import ProblemClass, classes_of
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall
@@ -53,8 +57,6 @@ class Check:
     seed: int = 0
     how: str = "contract"
 
-    op = ""  # `ProblemClass.op` of the problem
-
     def __repr__(self) -> str:
         shared = {field.name for field in dataclasses.fields(Check)}
         given = [
@@ -64,8 +66,16 @@ class Check:
         ]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    def features(self) -> tuple[str, ...]:
-        """Return the features of the covered problem classes (backends/verdicts.py)."""
+    def problem(self) -> Problem:
+        """Return the properties of the call that select a backend, on a CPU."""
+        raise NotImplementedError
+
+    def classes(self) -> list[ProblemClass]:
+        """Return the classes of the problem; the last one is that of its last option."""
+        return classes_of(self.problem())
+
+    def reduced(self) -> Check:
+        """Return the check with fewer sequences, heads or rows, for which eager has memory."""
         raise NotImplementedError
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
@@ -130,23 +140,20 @@ class AttentionCheck(Check):
     result: str = "out"
     poison: bool = False
 
-    op = "attention"
-
-    def features(self) -> tuple[str, ...]:
+    def problem(self) -> Problem:
         shape = Shape.parse(self.shape)
-        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-        kind = normalize(make_mask(self.mask, shape), *sizes, torch.empty(0)).kind
+        kind = "bias" if self.bias else _kind(self.mask, shape.seqlen_q, shape.seqlen_k)
         if self.packed and kind in ("none", "causal"):
             kind = "structured"
-        options = {
-            "dropout": self.dropout_p > 0.0,
-            "softcap": self.softcap is not None,
-            "packed": self.packed,
-            self.result: self.result != "out",
-            "learned_bias": self.bias == "learned" and self.gradients,
-        }
-        there = [name for name, given in options.items() if given]
-        return ("bias" if self.bias else kind, *there)
+        return AttentionProblem(
+            torch.device("cpu"), getattr(torch, self.dtype), shape.head_dim, shape.head_dim,
+            mask=kind, seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, packed=self.packed,
+            softcap=self.softcap is not None, dropout=self.dropout_p > 0.0, result=self.result,
+            learned_bias=self.bias == "learned" and self.gradients, needs_grad=self.gradients,
+        )  # fmt: skip
+
+    def reduced(self) -> Check:
+        return dataclasses.replace(self, shape=str(Shape.parse(self.shape).reduced()))
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
         shape, dtype = Shape.parse(self.shape), getattr(torch, self.dtype)
@@ -266,10 +273,12 @@ class DecodeCheck(Check):
     page_size: int = 0
     gradients: bool = False
 
-    op = "attention"
-
-    def features(self) -> tuple[str, ...]:
-        return ("structured",)
+    def problem(self) -> Problem:
+        shape, dtype = Shape.parse(self.shape), getattr(torch, self.dtype)
+        return AttentionProblem(
+            torch.device("cpu"), dtype, shape.head_dim, shape.head_dim, mask="structured",
+            seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k,
+        )  # fmt: skip
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
         shape, dtype = Shape.parse(self.shape), getattr(torch, self.dtype)
@@ -325,13 +334,14 @@ class NormCheck(Check):
     dropout_p: float = 0.0
     affine: bool = True
 
-    @property
-    def op(self) -> str:  # type: ignore[override]
-        return "rms_norm" if self.rms else "layer_norm"
+    def problem(self) -> Problem:
+        return NormProblem(
+            torch.device("cpu"), getattr(torch, self.dtype), self.columns, rms=self.rms,
+            residual=self.residual, dropout=self.dropout_p > 0.0, needs_grad=self.gradients,
+        )  # fmt: skip
 
-    def features(self) -> tuple[str, ...]:
-        options = {"residual": self.residual, "dropout": self.dropout_p > 0.0}
-        return ("plain", *[name for name, given in options.items() if given])
+    def reduced(self) -> Check:
+        return dataclasses.replace(self, rows=min(self.rows, 64))
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(self.seed)
@@ -379,6 +389,14 @@ class NormCheck(Check):
 
 
 # ---- helpers ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kind(mask: str, seqlen_q: int, seqlen_k: int) -> str:
+    """Return `MaskSpec.kind` of a mask, which does not depend on the batch and the heads."""
+    sizes = 1, 1, seqlen_q, seqlen_k
+    shape = Shape(1, 1, 1, seqlen_q, seqlen_k, 8)
+    return normalize(make_mask(mask, shape), *sizes, torch.empty(0)).kind
 
 
 def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:

@@ -199,14 +199,18 @@ class Verdict:
 
     @property
     def worst(self) -> Finding:
-        """Return the finding that is closest to its limit, or exceeds it most."""
-        return max(self.findings, key=lambda f: f.error / f.limit if f.limit else f.error)
+        return worst(self.findings)
 
     def require(self, what: str) -> None:
         """Raise AssertionError if a result violates the contract; the message names `what`."""
         for finding in self.findings:
             if not finding.ok:
                 raise AssertionError(f"{what} is wrong: {finding}")
+
+
+def worst(findings: Iterable[Finding]) -> Finding:
+    """Return the finding that is closest to its limit, or exceeds it most."""
+    return max(findings, key=lambda f: f.error / f.limit if f.limit else f.error)
 
 
 def by(backend: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import platform
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fused_attn import masks
 from fused_attn.backends import (
     AttentionProblem,
+    NormProblem,
     cpp,
     get_backend,
+    verdicts,
     wanted_backend,
 )
-from fused_attn.backends.registry import BACKENDS
-from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
-from fused_attn.masks import Mask
+from fused_attn.backends.problem import Problem
+from fused_attn.backends.registry import BACKENDS, choose
 from fused_attn.tools import contract
-from fused_attn.tools.cases import Shape, make_mask
-from fused_attn.tools.choices import Choice, Refusal, choices, device_types
-from fused_attn.tools.choices import refusals as rejected
+from fused_attn.tools.checks import AttentionCheck, NormCheck
 from fused_attn.version import __version__
 
 # fused_attn uses these packages if they are installed.
@@ -83,17 +80,96 @@ def backends() -> list[dict[str, Any]]:
     ]
 
 
-def calls() -> list[Choice]:
-    """Return the selected backend for each kind of call and each device type of this machine."""
-    return [choice for device_type in device_types() for choice in choices(device_type)]
+# ---- the choice of a backend --------------------------------------------------------------------
 
 
-def refusals() -> list[Refusal]:
-    """Return what the opt-in backends reject on each device type, with the reasons."""
-    return [row for device_type in device_types() for row in rejected(device_type)]
+def calls() -> list[dict[str, str]]:
+    """Return the selected backend for each kind of call and each device type of this machine.
+
+    Each entry has the keys "device", "call", "backend" (empty if no backend accepts the call) and
+    "reason": why the preceding backend in the order of preference was not selected.
+    """
+    rows = []
+    for device in _device_types():
+        for call, problem in _kinds(torch.device(device), torch.float32):
+            chosen, refused = choose(problem)
+            reason = f"{refused[-1][0]}: {refused[-1][1][0]}" if refused else "first in order"
+            backend = "" if chosen is None else chosen.name
+            rows.append({"device": device, "call": call, "backend": backend, "reason": reason})
+    return rows
+
+
+def refusals() -> list[dict[str, Any]]:
+    """Return what each opt-in backend that can run here rejects in bfloat16, norms excepted.
+
+    Each entry has the keys "backend", "device", "reason" and "calls", the kinds of calls that it
+    rejects for that reason.
+    """
+    rows = []
+    names = [name for name in verdicts.KERNELS if not BACKENDS[name].unavailable()]
+    for device, name in itertools.product(_device_types(), names):
+        reasons: dict[str, list[str]] = {}
+        for call, problem in _kinds(torch.device(device), torch.bfloat16):
+            if isinstance(problem, AttentionProblem):
+                for reason in BACKENDS[name].unsupported(problem)[:1]:
+                    reasons.setdefault(reason, []).append(call)
+        rows += [
+            {"backend": name, "device": device, "reason": reason, "calls": calls}
+            for reason, calls in reasons.items()
+        ]
+    return rows
+
+
+def _device_types() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]]:
+    """Return the kinds of calls, each with a problem of this kind."""
+    attention = AttentionProblem(device, dtype, 64, 64, seqlen_q=1024, seqlen_k=1024)
+    norm = NormProblem(device, dtype, 1024)
+    large = device.type != "cpu"
+    learned = {"mask": "bias", "bias_dtype": dtype, "learned_bias": True, "needs_grad": True}
+    properties: dict[str, dict[str, Any]] = {
+        "attention": {},
+        "attention, causal": {"mask": "causal"},
+        "attention, padded": {"mask": "structured"},
+        "attention, dense mask": {"mask": "dense"},
+        "attention, float mask": {"mask": "bias", "bias_dtype": dtype},
+        "attention, training": {"needs_grad": True},
+        "attention, learned float mask": learned,
+        "attention, dropout": {"dropout": True, "needs_grad": True},
+        "attention, softcap": {"softcap": True},
+        "attention, softcap, 1 GiB of scores": {"softcap": True, "large_scores": large},
+        "attention, packed": {"mask": "structured", "packed": True},
+        "attention, with lse": {"result": "lse"},
+        "attention, with weights": {"result": "weights"},
+    }
+    return [
+        *[(call, replace(attention, **changes)) for call, changes in properties.items()],
+        ("layer_norm", norm),
+        ("rms_norm", replace(norm, rms=True)),
+        ("norm of a sum, dropout", replace(norm, residual=True, dropout=True)),
+    ]
 
 
 # ---- self-check ---------------------------------------------------------------------------------
+
+# Sizes span several tiles and are not multiples of a tile. The first queries are fully masked where
+# the mask is aligned with the last key.
+_QUERIES, _KEYS = "2,4/2,141,75,40", "2,4/2,75,141,40"
+_SUM: dict[str, Any] = {"rows": 33, "columns": 200, "residual": True}
+CASES = (
+    AttentionCheck(shape=_QUERIES, mask="causal_bottom_right+padding"),
+    AttentionCheck(shape=_KEYS, mask="window:50+alibi"),
+    AttentionCheck(shape=_QUERIES, mask="causal_bottom_right+padding", dtype="bfloat16"),
+    AttentionCheck(shape=_KEYS, mask="documents:40", bias="learned", dtype="bfloat16"),
+    AttentionCheck(shape=_KEYS, mask="window:50+alibi", dtype="float16"),
+    NormCheck(**_SUM),
+    NormCheck(**_SUM, dtype="bfloat16"),
+    NormCheck(**_SUM, rms=True, dtype="float16"),
+)
 
 
 @dataclass(frozen=True)
@@ -129,97 +205,26 @@ def self_check(backend: str | None = None) -> list[SelfCheck]:
         ValueError: no backend has this name.
     """
     wanted = backend or wanted_backend()
-    chosen = {choice.backend for choice in calls()}
-    kernels = {name for name in chosen if name and not get_backend(name).differentiable}
-    names = [wanted] if wanted else sorted(kernels or chosen - {""})
-    return [_checked(case, name) for name in names for case in _cases()]
+    chosen = {call["backend"] for call in calls()} - {""}
+    kernels = {name for name in chosen if not get_backend(name).differentiable}
+    names = [wanted] if wanted else sorted(kernels or chosen)
+    return [_checked(case, name) for name in names for case in CASES]
 
 
-@dataclass(frozen=True)
-class _Case:
-    name: str
-    dtype: torch.dtype
-    operands: dict[str, Tensor]
-    call: Callable[..., Any]
-
-
-def _cases() -> list[_Case]:
-    """Return the cases. Sizes span several tiles and are not multiples of a tile."""
-    shape = Shape(
-        batch=2, num_heads=4, num_heads_kv=2, seqlen_q=75, seqlen_k=141, head_dim=40
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    qkv = shape.operands(torch.float32)
-    tokens = {"input": random(33, 200), "weight": random(200), "residual": random(33, 200)}
-    # The second sequence is fully masked.
-    causal = masks.causal() & masks.padding([shape.seqlen_k, 0])
-    window = masks.sliding_window(50, align="bottom_right") & _named("alibi", shape)
-    documents = _named("documents:40", shape)
-    qkv_bias = qkv | {"bias": random(shape.num_heads, shape.seqlen_q, shape.seqlen_k)}
-    listed = [
-        ("causal, padding", "float32", qkv, _attention(causal)),
-        ("window, alibi", "float32", qkv, _attention(window)),
-        ("causal, padding", "bfloat16", qkv, _attention(causal)),
-        ("documents, learned bias", "bfloat16", qkv_bias, _attention(documents)),
-        ("window, alibi", "float16", qkv, _attention(window)),
-        ("layer_norm of a sum", "float32", tokens, _norm(layer_norm)),
-        ("layer_norm of a sum", "bfloat16", tokens, _norm(layer_norm)),
-        ("rms_norm of a sum", "float16", tokens, _norm(rms_norm)),
-    ]
-    cases = []
-    for name, dtype_name, operands, call in listed:
-        dtype = getattr(torch, dtype_name)
-        cases.append(_Case(name, dtype, {n: t.to(dtype) for n, t in operands.items()}, call))
-    return cases
-
-
-def _named(text: str, shape: Shape) -> Mask:
-    mask = make_mask(text, shape)
-    assert mask is not None
-    return mask
-
-
-def _attention(mask: Mask) -> Callable[..., Any]:
-    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Any:
-        whole = mask.to(query.device)
-        if bias is not None:
-            whole = whole & masks.bias(bias)
-        return scaled_dot_product_attention(query, key, value, whole, enable_gqa=True)
-
-    return call
-
-
-def _norm(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(input: Tensor, weight: Tensor, residual: Tensor) -> Any:
-        return function(input, input.shape[1], weight, residual=residual)
-
-    return call
-
-
-def _checked(case: _Case, backend: str) -> SelfCheck:
-    on_cpu = AttentionProblem(torch.device("cpu"), case.dtype, 1, 1)
+def _checked(case: AttentionCheck | NormCheck, backend: str) -> SelfCheck:
+    on_cpu = AttentionProblem(torch.device("cpu"), getattr(torch, case.dtype), 1, 1)
     device = "cuda" if get_backend(backend).unsupported(on_cpu) else "cpu"
-    row = functools.partial(
-        SelfCheck, case.name, backend, device, str(case.dtype).removeprefix("torch.")
-    )
+    op = case.classes()[0].op
+    name = case.mask if isinstance(case, AttentionCheck) else f"{op} of a sum"
+    row = functools.partial(SelfCheck, name, backend, device, case.dtype)
     unavailable = _unavailable(backend)
     if unavailable:
         return row(False, problem="; ".join(unavailable))
-    operands = {name: tensor.to(device) for name, tensor in case.operands.items()}
-
     try:
-        verdict = contract.check(
-            contract.by(backend, case.call), contract.by("eager", case.call), operands,
-            case.dtype, True,
-        )  # fmt: skip
+        worst = contract.worst(case.run(backend, device))
     except Exception as error:  # report every failure as a problem of the case
         return row(False, problem=f"{type(error).__name__}: {error}")
-    worst = verdict.worst
-    return row(verdict.ok, worst.name, worst.error, worst.limit)
+    return row(worst.ok, worst.name, worst.error, worst.limit)
 
 
 def diagnose(backend: str | None = None) -> dict[str, Any]:
@@ -235,8 +240,8 @@ def diagnose(backend: str | None = None) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "backends": backends(),
-        "calls": [dataclasses.asdict(choice) for choice in calls()],
-        "refusals": [dataclasses.asdict(refusal) for refusal in refusals()],
+        "calls": calls(),
+        "refusals": refusals(),
         "self_check": [dataclasses.asdict(check) for check in checks],
         "self_check_seconds": round(time.perf_counter() - start, 3),
     }

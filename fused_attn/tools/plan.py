@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,29 +27,16 @@ Options = dict[str, Any]  # keyword arguments of a check
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Problem of one size that represents its class.
-
-    Attributes:
-        timed: the problem that is timed.
-        checked: the same problem, reduced to a size that fits in memory with eager attention.
-    """
-
-    timed: Check
-    checked: Check
-
-
-@dataclass(frozen=True)
 class Plan:
     """Checks to run, and probes to time for each problem class.
 
     Attributes:
-        classes: probes of each class. The smallest speedup among them decides.
+        classes: probes of each class, which are timed. The smallest speedup among them decides.
         rounds: number of measurements per probe.
     """
 
     checks: Sequence[Check]
-    classes: dict[ProblemClass, Sequence[Probe]]
+    classes: Mapping[ProblemClass, Sequence[Check]]
     rounds: int = 10
 
     @property
@@ -66,7 +53,7 @@ def plan(quick: bool, graphs: bool) -> Plan:
     """
     dtypes = QUICK_DTYPES if quick else DTYPES
     widths = QUICK_WIDTHS if quick else verdicts.WIDTHS
-    classes = dict(attention_classes(dtypes, widths)) | dict(norm_classes(dtypes))
+    classes = by_class([*attention_probes(dtypes, widths), *norm_probes(dtypes)])
     return Plan(list(checks(dtypes, widths, graphs)), classes, 5 if quick else 10)
 
 
@@ -172,38 +159,41 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# Options of the smaller and the larger probe, by mask kind and then by option. The masks skip few
-# tiles, because torch computes all tiles regardless of the mask while the kernels skip some.
-_FEATURES: dict[str, tuple[Options, Options]] = {
-    "none": ({}, {}),
-    "causal": ({"mask": "causal"},) * 2,
-    "structured": ({"mask": "alibi"}, {"mask": "padding"}),
-    "dense": ({"mask": "random"},) * 2,
-    "bias": ({"bias": "constant"},) * 2,
-    "dropout": ({"dropout_p": 0.1},) * 2,
-    "softcap": ({"softcap": 30.0},) * 2,
-    "packed": ({"packed": True},) * 2,
-    "lse": ({"result": "lse"},) * 2,
-    "weights": ({"result": "weights"},) * 2,
-    "learned_bias": ({"bias": "learned"},) * 2,
-}
-_NORMS: dict[str, Options] = {
-    "plain": {},
-    "residual": {"residual": True},
-    "dropout": {"dropout_p": 0.1},
-}
-DIRECTIONS = ("forward", "training")
+# Options of the smaller and the larger probe of each class. The masks skip few tiles, because torch
+# computes all tiles regardless of the mask while the kernels skip some.
+_OPTIONS: tuple[tuple[Options, Options], ...] = (
+    ({}, {}),
+    ({"mask": "causal"},) * 2,
+    ({"mask": "alibi"}, {"mask": "padding"}),
+    ({"mask": "random"},) * 2,
+    ({"bias": "constant"},) * 2,
+    ({"dropout_p": 0.1},) * 2,
+    ({"softcap": 30.0},) * 2,
+    ({"packed": True},) * 2,
+    ({"result": "lse"},) * 2,
+    ({"result": "weights"},) * 2,
+    ({"bias": "learned"},) * 2,
+)
+_NORMS: tuple[Options, ...] = ({}, {"residual": True}, {"dropout_p": 0.1})
 
 
-def attention_classes(
+def by_class(probes: Iterable[Check]) -> dict[ProblemClass, list[Check]]:
+    """Return the probes of each class, which is that of a probe's last option."""
+    classes: dict[ProblemClass, list[Check]] = {}
+    for probe in probes:
+        classes.setdefault(probe.classes()[-1], []).append(probe)
+    return classes
+
+
+def attention_probes(
     dtypes: Sequence[str],
     widths: Sequence[int],
     ends: Sequence[int] = (*verdicts.LENGTHS, LONGEST),
     tokens: int = TOKENS,
     hidden: int = HIDDEN,
     cached: int = CACHED,
-) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield each class of attention problems with its two probes.
+) -> Iterator[Check]:
+    """Yield two probes of each class of attention problems.
 
     Probes use the largest head_dim of their class, at which neither implementation pads columns.
     The first probe is small, so that host time matters: two sequences, just longer than half the
@@ -222,51 +212,30 @@ def attention_classes(
     for dtype, width in itertools.product(dtypes, widths):
         heads = max(1, hidden // width)
         few = [Shape(b, heads, heads, 1, n, width) for b, n in ((16, cached // 8), (2, cached))]
-        shapes = {verdicts.length_class(1, 1): few}
+        pairs = [few]
         for end in ends:
             batches = (2, end // 2 + 1), (max(2, tokens // end), end)
-            shapes[verdicts.length_class(end, end)] = [
-                Shape(batch, heads, heads, length, length, width) for batch, length in batches
-            ]
-        for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
-            trains = direction == "training"
-            if (trains and shapes[length] is few) or (feature == "learned_bias" and not trains):
+            pairs.append([Shape(b, heads, heads, n, n, width) for b, n in batches])
+        for trains, pair, options in itertools.product((False, True), pairs, _OPTIONS):
+            learned = options[0].get("bias") == "learned"
+            if (trains and pair is few) or (learned and not trains):
                 continue
-            common: Options = {"dtype": dtype, "gradients": trains}
-            sizes = verdicts.attention_sizes(width, length)
-            yield (
-                ProblemClass("attention", dtype, sizes, feature, direction),
-                [
-                    _attention_probe(shape, options | common)
-                    for shape, options in zip(shapes[length], _FEATURES[feature], strict=True)
-                ],
-            )
+            for shape, own in zip(pair, options, strict=True):
+                yield AttentionCheck(shape=str(shape), dtype=dtype, gradients=trains, **own)
 
 
-def _attention_probe(shape: Shape, options: Options) -> Probe:
-    timed, checked = (AttentionCheck(shape=str(s), **options) for s in (shape, shape.reduced()))
-    return Probe(timed, checked)
-
-
-def norm_classes(
+def norm_probes(
     dtypes: Sequence[str],
     ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
     elements: int = NORM_ELEMENTS,
-) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield each class of norms with two probes.
+) -> Iterator[Check]:
+    """Yield two probes of each class of norms.
 
     The first probe has few rows of just over half the class's largest number of columns. The second
     has many rows of the largest number.
     """
     for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
-        for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
-            common: Options = {"dtype": dtype, "rms": rms, "gradients": direction == "training"}
-            probes = []
-            for rows, columns in ((128, end // 2 + 1), (max(1, elements // end), end)):
-                timed, checked = (
-                    NormCheck(rows=n, columns=columns, **options, **common)
-                    for n in (rows, min(rows, 64))
-                )
-                probes.append(Probe(timed, checked))
-            word = verdicts.columns_class(end)
-            yield ProblemClass(timed.op, dtype, word, feature, direction), probes
+        for options, trains in itertools.product(_NORMS, (False, True)):
+            common: Options = {"dtype": dtype, "rms": rms, "gradients": trains, **options}
+            yield NormCheck(rows=128, columns=end // 2 + 1, **common)
+            yield NormCheck(rows=max(1, elements // end), columns=end, **common)

@@ -20,19 +20,12 @@ from torch import Tensor
 
 from fused_attn.backends import AttentionProblem, get_backend, verdicts
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.backends.verdicts import (
-    KINDS,
-    NORM_FEATURES,
-    OPTIONS,
-    WRONG,
-    ClassVerdict,
-    ProblemClass,
-)
+from fused_attn.backends.verdicts import WRONG, ClassVerdict, ProblemClass
 from fused_attn.tools import contract, timing
 from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.isolation import Worker, WorkerError
-from fused_attn.tools.plan import Plan, Probe
+from fused_attn.tools.plan import Plan
 from fused_attn.tools.torch_semantics import adapted, exception, loosened
 
 # Smaller speedups cannot be distinguished from the noise between two runs.
@@ -75,9 +68,8 @@ class Trial:
         A failure rules out all classes with the op and dtype of the check that have one of its
         features, at all sizes. If only gradients are wrong, it rules out only training.
         """
-        if (name.op, name.dtype) != (self.check.op, self.check.dtype):
-            return False
-        if name.feature not in self.check.features():
+        covered = [(own.op, own.dtype, own.feature) for own in self.check.classes()]
+        if (name.op, name.dtype, name.feature) not in covered:
             return False
         outputs = [f for f in self.findings if not f.name.startswith("grad ")]
         gradients_only = not self.error and all(finding.ok for finding in outputs)
@@ -165,19 +157,19 @@ class Report:
             rows.append(("", "CUDA graphs: not checked without a GPU", "", "", ""))
         return rows
 
-    def speedups(self, norms: bool) -> list[tuple[str, ...]]:
-        """Return table rows: op, dtype, sizes, direction, and one cell per feature.
+    def speedups(self, norms: bool) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Return features, and table rows: op, dtype, sizes, direction, and a cell per feature.
 
         A cell shows the verdict on the class with this feature: the speedup, in brackets if the
         class is not usable; without a speedup, "wrong" or "-". It is empty if there is no verdict.
         """
-        features = NORM_FEATURES if norms else (*KINDS, *OPTIONS)
+        classes = {n: v for n, v in self.classes.items() if (n.op != "attention") == norms}
+        features = list(dict.fromkeys(name.feature for name in classes))
         rows: dict[tuple[str, ...], dict[str, str]] = {}
-        for name, verdict in self.classes.items():
-            if (name.op != "attention") == norms:
-                key = (name.op, name.dtype, name.sizes, name.direction)
-                rows.setdefault(key, {})[name.feature] = _cell(verdict)
-        return [(*key, *(row.get(f, "") for f in features)) for key, row in rows.items()]
+        for name, verdict in classes.items():
+            key = (name.op, name.dtype, name.sizes, name.direction)
+            rows.setdefault(key, {})[name.feature] = _cell(verdict)
+        return features, [(*key, *(row.get(f, "") for f in features)) for key, row in rows.items()]
 
 
 def _cell(verdict: ClassVerdict) -> str:
@@ -358,14 +350,14 @@ def _alive(device: torch.device) -> bool:
 # ---- times --------------------------------------------------------------------------------------
 
 
-def _judged(probes: Sequence[Probe], rounds: int, report: Report, run: Run) -> ClassVerdict:
+def _judged(probes: Sequence[Check], rounds: int, report: Report, run: Run) -> ClassVerdict:
     """Check and time the probes of a class; return its verdict."""
     slowest: tuple[float, str] | None = None
     for probe in probes:
-        trial = run(_checked, probe.checked)
+        trial = run(_checked, probe.reduced())
         report.trials.append(trial)
         if trial.ok and not trial.refused:
-            trial = run(_timed_check, probe.timed, rounds)
+            trial = run(_timed_check, probe, rounds)
             if trial.error:
                 report.trials.append(trial)
             if trial.too_large:

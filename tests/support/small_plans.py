@@ -24,8 +24,8 @@ def small_plan(features=("none", "causal"), dtypes=("float32",)):
         AttentionCheck(shape=SHAPE, mask="causal", how="twice"),
         NormCheck(rows=9, columns=40, residual=True),
     ]
-    classes = dict(plan.attention_classes(dtypes, [32], **SMALL))
-    classes |= dict(plan.norm_classes(dtypes, [256], elements=1024))
+    probes = plan.attention_probes(dtypes, [32], **SMALL)
+    classes = plan.by_class([*probes, *plan.norm_probes(dtypes, [256], elements=1024)])
     wanted = (*features, "plain")
     return Plan(checks, {n: p for n, p in classes.items() if n.feature in wanted}, rounds=1)
 

@@ -92,14 +92,14 @@ def problem_of_probe(probe):
         seen.append(problem)
         raise NotImplementedError
 
-    call, operands = probe.timed.call(CPU), probe.timed.operands(CPU)
-    leaves = [t.requires_grad_(probe.timed.gradients) for t in operands.values()]
+    call, operands = probe.call(CPU), probe.operands(CPU)
+    leaves = [t.requires_grad_(probe.gradients) for t in operands.values()]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.autograd", "nn.weights", "decode"):
+        for module in ("ops.autograd", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
         patch.setattr("fused_attn.ops.autograd.backend_for_unchecked", lambda *args: None)
         patch.setattr("fused_attn.decode._unchecked_call", lambda *args: None)
-        with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.timed.gradients):
+        with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.gradients):
             call(*leaves)
     return seen[0]
 
@@ -321,19 +321,23 @@ def test_the_peer_is_torch(verdict_folder, monkeypatch):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_every_mask_is_checked(quick):
-    checks = plan.plan(quick, graphs=True).checks
+    whole = plan.plan(quick, graphs=True)
+    checks = whole.checks
+    timed = [name for name in whole.classes if name.op == "attention"]
+    kinds = {check.classes()[0].feature for check in checks if isinstance(check, AttentionCheck)}
     attention = [check for check in checks if isinstance(check, AttentionCheck)]
     for dtype in plan.QUICK_DTYPES if quick else ("float32", "float16", "bfloat16"):
         own = [check for check in attention if check.dtype == dtype]
         masks = {part.partition(":")[0] for check in own for part in check.mask.split("+")}
         assert masks == {"none", *MASKS}
         assert {check.how for check in own} == {"contract", "bits", "twice", "graph"}
-        features = {feature for check in own for feature in check.features()}
-        assert features == {*verdicts.KINDS, *verdicts.OPTIONS}
+        features = {name.feature for check in own for name in check.classes()}
+        assert features == {name.feature for name in timed}
         partial = [check for check in own if isinstance(check, PartialCheck)]
-        assert {feature for check in partial for feature in check.features()} == {*verdicts.KINDS}
+        assert {name.feature for check in partial for name in check.classes()} == kinds
         norms = [c for c in checks if isinstance(c, NormCheck) and c.dtype == dtype]
-        assert {f for check in norms for f in check.features()} == {*verdicts.NORM_FEATURES}
+        features = {name.feature for check in norms for name in check.classes()}
+        assert features == {"plain", "residual", "dropout"}
         assert any(isinstance(c, DecodeCheck) and c.dtype == dtype for c in checks)
     assert not [c for c in plan.plan(quick, graphs=False).checks if c.how == "graph"]
 
@@ -341,14 +345,14 @@ def test_every_mask_is_checked(quick):
 def test_probes_are_of_their_class():
     """The name of a class is what the choice makes of its probes."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
-    classes = dict(plan.attention_classes(["bfloat16"], [32], **sizes))
-    classes |= dict(plan.norm_classes(["float16"], elements=1 << 10))
-    for name, probes in classes.items():
-        for probe in probes:
+    probes = plan.attention_probes(["bfloat16"], [32], **sizes)
+    classes = plan.by_class([*probes, *plan.norm_probes(["float16"], elements=1 << 10)])
+    for name, pair in classes.items():
+        assert len(pair) == 2
+        for probe in pair:
             names = verdicts.classes_of(problem_of_probe(probe))
-            assert name in names
-            assert {n.feature for n in names} == {*probe.timed.features()}
-            assert probe.checked.features() == probe.timed.features()
+            assert names == probe.classes() and name in names
+            assert [n.feature for n in probe.reduced().classes()] == [n.feature for n in names]
 
 
 def test_a_full_plan_is_of_all_classes():

@@ -80,10 +80,9 @@ def _show(report: verify.Report) -> None:
         f"Checks of {where}", ("type", "what", ">right", ">WRONG", ">not taken"), counts,
         bad=[i for i, row in enumerate(counts) if row[3] not in ("", "0")],
     )  # fmt: skip
-    for title, features in (
-        ("attention", (*verdicts.KINDS, *verdicts.OPTIONS)), ("norms", verdicts.NORM_FEATURES),
-    ):  # fmt: skip
-        if rows := report.speedups(title == "norms"):
+    for title in ("attention", "norms"):
+        features, rows = report.speedups(title == "norms")
+        if rows:
             show_table(
                 f"Times as fast as torch, {title}: {where}; in brackets: not enough to be chosen",
                 ("op", "type", "sizes", "pass", *(f">{name}" for name in features)), rows,

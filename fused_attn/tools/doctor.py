@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import os
 import platform
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -172,28 +170,7 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class SelfCheck:
-    """Result of a small case that ran forward and backward on a backend.
-
-    Attributes:
-        worst: name of the result that is closest to its limit, or exceeds it most.
-        error, limit: error of `worst`, and the error that the contract allows.
-        problem: why the backend did not compute the case; empty if it did.
-    """
-
-    name: str
-    backend: str
-    device: str
-    dtype: str
-    ok: bool
-    worst: str = ""
-    error: float | None = None
-    limit: float | None = None
-    problem: str = ""
-
-
-def self_check(backend: str | None = None) -> list[SelfCheck]:
+def self_check(backend: str | None = None) -> list[dict[str, Any]]:
     """Check masked attention and norms in several dtypes against the reference in float64.
 
     Args:
@@ -211,20 +188,29 @@ def self_check(backend: str | None = None) -> list[SelfCheck]:
     return [_checked(case, name) for name in names for case in CASES]
 
 
-def _checked(case: AttentionCheck | NormCheck, backend: str) -> SelfCheck:
+def _checked(case: AttentionCheck | NormCheck, backend: str) -> dict[str, Any]:
+    """Run a case on a backend, forward and backward.
+
+    Returns:
+        The case, and the result that is closest to its limit or exceeds it most ("worst"), with its
+        error and its limit; or the "problem" for which the backend did not compute the case.
+    """
     on_cpu = AttentionProblem(torch.device("cpu"), getattr(torch, case.dtype), 1, 1)
     device = "cuda" if get_backend(backend).unsupported(on_cpu) else "cpu"
     op = case.classes()[0].op
-    name = case.mask if isinstance(case, AttentionCheck) else f"{op} of a sum"
-    row = functools.partial(SelfCheck, name, backend, device, case.dtype)
-    unavailable = _unavailable(backend)
-    if unavailable:
-        return row(False, problem="; ".join(unavailable))
+    row = {
+        "name": case.mask if isinstance(case, AttentionCheck) else f"{op} of a sum",
+        "backend": backend, "device": device, "dtype": case.dtype, "ok": False, "worst": "",
+        "error": None, "limit": None, "problem": "; ".join(_unavailable(backend)),
+    }  # fmt: skip
+    if row["problem"]:
+        return row
     try:
         worst = contract.worst(case.run(backend, device))
     except Exception as error:  # report every failure as a problem of the case
-        return row(False, problem=f"{type(error).__name__}: {error}")
-    return row(worst.ok, worst.name, worst.error, worst.limit)
+        return row | {"problem": f"{type(error).__name__}: {error}"}
+    found = {"worst": worst.name, "error": worst.error, "limit": worst.limit}
+    return row | {"ok": worst.ok, **found}
 
 
 def diagnose(backend: str | None = None) -> dict[str, Any]:
@@ -236,13 +222,13 @@ def diagnose(backend: str | None = None) -> dict[str, Any]:
     start = time.perf_counter()
     checks = self_check(backend)
     return {
-        "ok": all(check.ok for check in checks),
+        "ok": all(check["ok"] for check in checks),
         "versions": versions(),
         "machine": machine(),
         "backends": backends(),
         "calls": calls(),
         "refusals": refusals(),
-        "self_check": [dataclasses.asdict(check) for check in checks],
+        "self_check": checks,
         "self_check_seconds": round(time.perf_counter() - start, 3),
     }
 

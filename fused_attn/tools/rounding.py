@@ -21,6 +21,10 @@ integer results of float inputs, the sign of a ReLU input) are taken from a run 
 errors. A machine that decides differently computes another function, whose error would not be a
 valid limit.
 
+`compare` needs the expected error: with the measured one alone, it rejected 4 of about 140 correct
+modules with large weights and 1 to 5 tokens. On the same CPU, 416 checks of `verify` passed without
+it.
+
 Sources: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic";
 Higham and Mary 2019, "A new approach to probabilistic rounding error analysis".
 """

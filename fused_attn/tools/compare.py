@@ -18,7 +18,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -105,7 +106,9 @@ def compare(
             f"model must have modules that can be swapped, got none: {swap}"
             + ("\ncompare(model, ..., enable=True) compares it under enable()" if hint else "")
         )
-    kernels = enabled if enable else _no_calls
+    kernels: Callable[[], AbstractContextManager[CallCounts | None]] = (
+        enabled if enable else contextlib.nullcontext
+    )
     runs = 4 if stacks else 3
     with progress("comparing", 2 * runs + 1 if backward else runs + 1) as advance:
         recorder = Recorder(_watched(model, swap), backward, dtype, advance)
@@ -138,7 +141,7 @@ def compare(
             layers = ("layer output", "input grad")
             of_layers = {key: t for key, t in fused.items() if key[1] in layers}
             judged = of_layers | run_swapped(layers=False)
-        recorder.advance = _no_progress
+        recorder.advance = lambda: None  # optional runs are not part of the progress
 
         def run_eager(in_dtype: torch.dtype) -> Tensors:
             other = None if in_dtype == dtype else in_dtype  # None preserves mixed precision
@@ -157,16 +160,6 @@ def compare(
                     report.notes = [*padded.notes, _PADDING_NOTE.format(", ".join(stacks))]
     report.calls = calls
     return report
-
-
-@contextlib.contextmanager
-def _no_calls() -> Iterator[CallCounts | None]:
-    """Run the block without `enable()`, and yield None because no calls are counted."""
-    yield None
-
-
-def _no_progress() -> None:
-    """Do nothing. Replaces `advance` in optional runs, which are not part of the progress bar."""
 
 
 def _keep_padding(model: Module) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import surfaces
 import torch
 import torch.nn.functional as F
 
@@ -127,7 +126,9 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """Return the page with the table replaced by a new one."""
-    return surfaces.between(page, BEGIN, END, table())
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -100,15 +100,6 @@ def test_values_of_environment_variables_are_listed():
     assert re.findall(r"`(\w+)`", rows["FUSED_ATTN_CPU_ISA"]) == isas
 
 
-def test_table_of_surfaces_is_up_to_date():
-    """`python scripts/surfaces.py` writes it; it fails where a test that it names is gone."""
-    pytest.importorskip("transformers", reason="reason: transformers is not installed")
-    import surfaces
-
-    page = surfaces.PAGE.read_text("utf-8")
-    assert surfaces.with_table(page) == page
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
 def test_figures_are_those_of_the_results(name, monkeypatch):
     """`python benchmarks/report.py` writes them."""

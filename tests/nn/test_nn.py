@@ -30,6 +30,10 @@ PAIRS = [
         "MultiheadAttention",
         {"embed_dim": EMBED, "num_heads": HEADS, "kdim": 10, "vdim": 11, "add_bias_kv": True},
     ),
+    (
+        "MultiheadAttention",
+        {"embed_dim": EMBED, "num_heads": HEADS, "kdim": 7, "dropout": 0.3, "dtype": torch.float64},
+    ),
     ("LayerNorm", {"normalized_shape": (3, 4)}),
     ("LayerNorm", {"normalized_shape": 4, "bias": False}),
     ("RMSNorm", {"normalized_shape": 4}),
@@ -59,7 +63,8 @@ def test_same_seed_gives_bit_identical_parameters(name, kwargs):
     assert list(actual.state_dict()) == list(expected.state_dict())
     for key, value in expected.state_dict().items():
         assert torch.equal(actual.state_dict()[key], value), key
-    # What follows in the same program draws the same numbers, too.
+        assert actual.state_dict()[key].dtype == value.dtype, key
+    # Later draws from the generator are equal too.
     after = torch.rand(3)
     torch.manual_seed(3)
     getattr(torch.nn, name)(**kwargs)
@@ -190,7 +195,7 @@ def test_norm(name, kwargs, shape):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_in_half_precision(name, dtype):
-    """Inputs so small that the default eps of RMSNorm shows: that of float32, as in torch."""
+    """Inputs are so small that the default eps of RMSNorm matters: that of float32, as in torch."""
     theirs = perturb(getattr(torch.nn, name)(64)).to(dtype)
     x = (randn(9, 64, grad=False) * 0.01).to(dtype).requires_grad_()
     eps = torch.finfo(torch.float32).eps if theirs.eps is None else theirs.eps

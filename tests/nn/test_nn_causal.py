@@ -1,4 +1,4 @@
-"""How modules find out that a mask is the causal one: once, and without a synchronisation."""
+"""Modules recognize a causal mask tensor, once per mask and without a device sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fused_attn.masks.spec import spec_of
 
 @pytest.fixture
 def compared(monkeypatch):
-    """The masks whose values are looked at."""
+    """Return the masks whose values were compared."""
     seen = []
     compare = recognize._compare
     monkeypatch.setattr(recognize, "_compare", lambda mask: seen.append(mask) or compare(mask))
@@ -47,7 +47,7 @@ def test_change_in_place_is_noticed(compared):
 
 
 def test_slices_of_a_buffer_are_compared_once_each(compared):
-    """A module that keeps one large mask takes a new slice of it in every call."""
+    """A module with one large mask passes a new slice of it in every call."""
     buffer = causal_bias(9)
     for _ in range(3):
         assert is_causal_mask(buffer[:4, :4], None)
@@ -85,16 +85,16 @@ def test_masks_without_a_version_are_compared_at_each_call(compared):
     assert len(compared) == 2
 
 
-def test_masks_elsewhere_are_not_looked_at(compared):
-    """On a device that would be a synchronisation; meta tensors have no values at all."""
+def test_masks_of_other_devices_are_not_read(compared):
+    """Reading them would be a device sync; meta tensors have no values."""
     assert not is_causal_mask(torch.ones(4, 4, dtype=torch.bool, device="meta"), None)
     assert not is_causal_mask(causal_bias(4).requires_grad_(), None)
     assert not compared
 
 
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
-def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
-    """One comparison for all calls and layers; what is attended with is a band, no dense mask."""
+def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
+    """All calls and layers share one comparison, and attention gets a band instead of a mask."""
     attended = []
     normalize = validation.normalize
 
@@ -127,9 +127,9 @@ def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
     assert all(m.bands and not m.biases and not m.dense_masks for m in own)
 
 
-def test_recognised_mask_gives_the_same_result():
+def test_recognized_mask_gives_the_same_result():
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
     x, padding = randn(LEN_Q, BATCH, EMBED), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    learned = causal_bias(LEN_Q).requires_grad_()  # is not looked at
+    learned = causal_bias(LEN_Q).requires_grad_()  # never compared
     expected = ours(x, x, x, padding, attn_mask=learned)
     torch.testing.assert_close(ours(x, x, x, padding, attn_mask=causal_bias(LEN_Q)), expected)

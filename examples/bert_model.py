@@ -53,7 +53,7 @@ class Bert(nn.Module):
         d_model = config.d_model
         self.tokens = nn.Embedding(config.vocab_size, d_model)
         self.segments = nn.Embedding(config.num_segments, d_model)
-        self.positions = LearnedPositionalEmbedding(d_model, config.max_seqlen, batch_first=True)
+        self.positions = LearnedPositionalEmbedding(d_model, config.max_seqlen)
         self.norm = fused.LayerNorm(d_model, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
         sizes = (d_model, config.num_heads, config.dim_feedforward, config.dropout)

@@ -78,7 +78,7 @@ class Translator(torch.nn.Module):
         for matrix in (self.source.weight, self.target.weight, self.project.weight):
             torch.nn.init.normal_(matrix, std=d_model**-0.5)
         self.scale = math.sqrt(d_model)
-        self.positions = SinusoidalPositionalEmbedding(d_model, batch_first=True)
+        self.positions = SinusoidalPositionalEmbedding(d_model)
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:

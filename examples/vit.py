@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(1, D_MODEL, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.zeros(D_MODEL))
         num_tokens = 1 + (size // PATCH) ** 2
-        self.positions = LearnedPositionalEmbedding(D_MODEL, num_tokens, batch_first=True)
+        self.positions = LearnedPositionalEmbedding(D_MODEL, num_tokens)
         layer = fused_attn.nn.TransformerEncoderLayer(
             D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
             norm_first=True,

@@ -1,4 +1,4 @@
-"""examples/minilm_demo.py, on little text."""
+"""examples/minilm_demo.py on a short text."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""examples/gpt_parallel.py: its parts, and a run of two processes on little data."""
+"""examples/gpt_parallel.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path):
-    """Also, only the first process prints and writes results."""
+    """Losses are the same, and only the first process prints and writes results."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "gpt_parallel.py")]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_rows_consist_of_documents():
 
 
 def test_loss_of_a_row_is_that_of_separate_documents():
-    """Packing changes nothing: neither the mask nor the positions go beyond a document."""
+    """Neither the mask nor the positions of a packed row cross a document."""
     torch.manual_seed(0)
     model = gpt_model.GPT(50).double()
     row = gpt_parallel.pack(SCENES, 100)
@@ -76,7 +76,7 @@ def test_loss_of_a_row_is_that_of_separate_documents():
 
 
 def test_sent_bytes():
-    """One document sends everything that a causal mask needs; one per process sends nothing."""
+    """Documents within one process send nothing; a longer one sends what a causal mask needs."""
     size = 3 * gpt_model.NUM_LAYERS * gpt_model.NUM_HEADS_KV * 2 * gpt_model.HEAD_DIM * 4 / 1e6
     for documents, rows in (([8], 4), ([4, 4], 0), ([3, 3, 2], 1)):
         ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]

@@ -88,7 +88,7 @@ def test_steps_are_teacher_forcing(model):
 
 @torch.no_grad()
 def test_search_is_greedy(model):
-    """What it says is what teacher forcing on it finds likeliest, up to <eos>."""
+    """Search returns the most likely tokens of teacher forcing, up to <eos>."""
     source = sentences(7, 3)
     said = model.search(source)
     assert said.shape[1] <= 7 + translation.LONGER_BY

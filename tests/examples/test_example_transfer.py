@@ -1,4 +1,4 @@
-"""examples/transfer.py: smoke run, and what must not leak or change."""
+"""examples/transfer.py."""
 
 from __future__ import annotations
 

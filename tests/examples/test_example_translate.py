@@ -1,11 +1,10 @@
-"""examples/translate.py and what it shares with rnn.py: masks, teacher forcing, search, scores."""
+"""examples/translate.py, and translation.py, which rnn.py uses too."""
 
 from __future__ import annotations
 
 import math
 import re
 
-import fitting
 import pytest
 import torch
 from example_runs import run_example  # which lets examples/ be imported
@@ -32,7 +31,7 @@ def model(request) -> translate.Translator:
 
 
 def sentences(*lengths: int) -> torch.Tensor:
-    """Random tokens (N, longest), padded."""
+    """Draw random tokens (N, longest), padded."""
     return translation.padded([torch.randint(EOS + 1, WORDS, (n,)) for n in lengths])
 
 
@@ -92,17 +91,6 @@ def test_batches(corpus):
     assert sorted(pairs) == sorted(corpus.train)
 
 
-def test_group():
-    groups = translation.group([5, 1, 9, 2, 2, 30], max_tokens=10)
-    assert groups == [[1, 3, 4], [0], [2], [5]]
-
-
-def test_target_is_shifted():
-    target = torch.tensor([[BOS, 7, 8, EOS, PAD]])
-    read, said = Batch(target, target).shifted()
-    assert read.tolist() == [[BOS, 7, 8, EOS]] and said.tolist() == [[7, 8, EOS, PAD]]
-
-
 def test_loss_is_the_formula():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, WORDS, dtype=torch.float64)
@@ -117,7 +105,7 @@ def test_loss_is_the_formula():
 
 
 def test_mean_loss_counts_tokens(corpus):
-    """Batches of different sizes weigh as many tokens as they have, in evaluation mode."""
+    """The mean loss weights batches by their number of tokens."""
     torch.manual_seed(0)
     model = translate.Translator(corpus.tokenizer.get_vocab_size(), True, d_model=16, num_heads=2)
     pairs = sorted(corpus.train, key=lambda pair: len(pair[0]))[-12:]
@@ -155,7 +143,7 @@ def test_cached_search_is_recomputation(model):
 
 @torch.no_grad()
 def test_beams_are_likelier(model):
-    """By log-probability over length ** 0.6, on average: that is what they search for."""
+    """Beam search finds sequences of higher log-probability / length ** 0.6 than greedy search."""
     source = sentences(6, 6, 6, 6)
     likelihoods = []
     for beams in (1, 8):
@@ -169,7 +157,7 @@ def test_beams_are_likelier(model):
 
 
 def test_embeddings(model):
-    """Scaled by sqrt(d_model), and positions added; one matrix where they are shared."""
+    """Embeddings are scaled by sqrt(d_model) and share one matrix on request."""
     shared = model.source is model.target
     assert (model.project.weight is model.source.weight) == shared
     names = {name for name, _ in model.named_parameters()}
@@ -186,30 +174,3 @@ def test_cross_attention(model):
     assert weights.shape == (4, 6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(4))
     assert not any(layer.multihead_attn._forward_hooks for layer in model.decoder.layers)
-
-
-def test_training_learns_by_heart():
-    """A few pairs: all parts of a step work together."""
-    torch.manual_seed(0)
-    model = translate.Translator(WORDS, True, dropout=0.0, d_model=32, num_layers=1)
-    source, target = sentences(5, 4, 3), sentences(4, 4, 4)
-    ends = torch.full((3, 1), EOS)
-    batch = Batch(source, torch.cat([torch.full((3, 1), BOS), target, ends], dim=1))
-    fitting.train(
-        model.parameters(),
-        lambda batch: translation.batch_loss(model, batch),
-        [batch] * 100,
-        fitting.inverse_sqrt(3e-3, 10),
-        "",
-    )
-    assert torch.equal(model.eval().search(source), torch.cat([target, ends], dim=1))
-
-
-def test_romanized():
-    assert translate.romanized("▁파일 Open") == "_pail Open"
-
-
-def test_scores():
-    found = translation.scores(["가나다", "라"], ["가나다", "마"])
-    assert found["exact"] == 0.5 and 0 < found["chrf"] < 100
-    assert translation.scores(["가"], ["가"]) == {"exact": 1.0, "chrf": 100.0}

@@ -1,4 +1,4 @@
-"""examples/vit.py: its parts, and a run on little data."""
+"""examples/vit.py."""
 
 import pytest
 import torch
@@ -71,19 +71,6 @@ def test_rollout_of_one_layer_is_half_its_weights(model, monkeypatch):
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1).mean(1)
     _, rollout = vit.attention_rollout(model, images)
     torch.testing.assert_close(rollout, (weights + torch.eye(50)) / 2, atol=1e-5, rtol=1e-5)
-
-
-def test_augment(monkeypatch):
-    images = torch.rand(2, 28, 28)
-    moved = vit.augment(images)
-    assert moved.shape == images.shape
-    assert not torch.allclose(moved, images)
-    # No turn, no scaling, no shift; then a shift by 2 pixels to the left.
-    monkeypatch.setattr(torch, "rand", lambda *shape: torch.full(shape, 0.5))
-    torch.testing.assert_close(vit.augment(images), images, atol=1e-4, rtol=0)
-    draws = torch.tensor([0.5, 0.5, 1.0, 0.5])[:, None].expand(4, 2)
-    monkeypatch.setattr(torch, "rand", lambda *shape: draws)
-    torch.testing.assert_close(vit.augment(images)[..., :26], images[..., 2:], atol=1e-4, rtol=0)
 
 
 def test_split():

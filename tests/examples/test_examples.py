@@ -1,8 +1,7 @@
-"""What holds for every example: how it is run, that a seed decides, that the reference runs it."""
+"""Properties of every example: arguments, reproducible results, agreement with the reference."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from typing import Any
@@ -14,23 +13,14 @@ NAMES = ("bert", "gpt", "rnn", "transfer", "translate", "vit")
 
 
 def timeless(figures: Any) -> Any:
-    """The figures without those that are times or rates."""
+    """Return the figures except times and rates."""
     if isinstance(figures, dict):
         return {k: timeless(v) for k, v in figures.items() if "second" not in k}
     return [timeless(v) for v in figures] if isinstance(figures, list) else figures
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
-def test_can_be_read_in_one_sitting(path):
-    text = path.read_text("utf-8")
-    assert text.count("\n") < 250
-    doc = ast.get_docstring(ast.parse(text)) or ""
-    if path.stem in NAMES:
-        assert f"python examples/{path.name}" in "\n".join(doc.splitlines()[:6])
-
-
 def losses(printed: str) -> dict[str, float]:
-    """The last loss of each training, by its title."""
+    """Return the last loss of each training, by title."""
     found = re.findall(r"^(.*): step \d+ of \d+, loss ([\d.]+)", printed, re.MULTILINE)
     return {title: float(loss) for title, loss in found}
 
@@ -42,7 +32,7 @@ def losses(printed: str) -> dict[str, float]:
     [n if n == "translate" else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
 )
 def test_seed_decides_and_the_reference_agrees(name, tmp_path):
-    """Two runs give the same figures and plots but for times; one on the reference, the losses."""
+    """Two runs have the same figures and plots except times; a run on eager has the same losses."""
     first, second, eager = (
         run_example(name, tmp_path / str(i), *args)
         for i, args in enumerate(((), (), ("--backend", "eager")))
@@ -72,7 +62,7 @@ def test_arguments(tmp_path, monkeypatch, capsys):
 
 
 def test_claims_and_page(tmp_path, monkeypatch):
-    """A claim that does not hold ends with status 1; the page tells of it."""
+    """A claim that does not hold causes exit status 1, and the page reports it."""
     import common
 
     path = EXAMPLES.parent / "benchmarks"

@@ -29,7 +29,7 @@ _IMPORT = re.compile(rf"^(\s*)from {PACKAGE}((?:\.\w+)*) import", re.MULTILINE)
 
 
 def export(trees: Sequence[Path], out: Path) -> list[Path]:
-    """Write `out`, anew; returns the folders of its variants.
+    """Write `out` from scratch and return the folders of its variants.
 
     Args:
         trees: folders that hold the package, each with the modules compiled for one Python.
@@ -51,7 +51,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _add(package: Path, variant: Path) -> None:
-    """Copy sources and compiled modules; sources that are there already must be the same."""
+    """Copy sources and compiled modules. Sources of several wheels must be the same."""
     for source in sorted(package.rglob("*")):
         target = variant / source.relative_to(package)
         if source.suffix == ".so":
@@ -66,7 +66,7 @@ def _add(package: Path, variant: Path) -> None:
 
 
 def _relative(text: str, depth: int) -> str:
-    """`text` of a file in `depth` folders of the package, with relative imports of the package."""
+    """Return the text of a file in `depth` folders of the package, with relative imports."""
     dots = "." * (depth + 1)
     text = _IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[2][1:]} import", text)
     if re.search(rf"^\s*import {PACKAGE}", text, re.MULTILINE):

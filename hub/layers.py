@@ -1,4 +1,4 @@
-"""Layers that `kernels.kernelize` puts in place of a model's own; they keep its parameters."""
+"""Layers with which `kernels.kernelize` replaces a model's layers; they keep the parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fused_attn.functional import layer_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """For modules with the attributes of torch.nn.LayerNorm."""
+    """Layer norm for modules with the attributes of torch.nn.LayerNorm."""
 
     can_torch_compile = True
     has_backward = True
@@ -24,7 +24,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """For modules with the attributes of transformers' LlamaRMSNorm."""
+    """RMS norm for modules with the attributes of transformers' LlamaRMSNorm."""
 
     can_torch_compile = True
     has_backward = True

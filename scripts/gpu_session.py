@@ -1,11 +1,11 @@
-"""Learn as much as possible from a GPU in one call of limited time: `make gpu-session`.
+"""Run the most important GPU tests and benchmarks in a limited time: `make gpu-session`.
 
-    python scripts/gpu_session.py [--seconds S] [--out DIR] [--sections A,B] [--only EXPR] [--dry]
+    python scripts/gpu_session.py [--seconds S] [--out DIR] [--sections A,B] [--dry]
 
 Sections (scripts/gpu_sections.py) run the GPU tests and benchmarks of this repository in child
 processes. A crash, a hang or a broken GPU context costs one test. results.json in the output folder
-is replaced several times a second with what is known by then, so nothing that was finished is lost;
-its format is scripts/gpu_session.schema.json. This process imports neither torch nor the package.
+is updated several times a second, so that finished results are never lost; its format is
+scripts/gpu_session.schema.json. This process imports neither torch nor the package.
 
 --dry runs a small part of each section without a GPU.
 """
@@ -135,14 +135,11 @@ class Session:
         sections: sections to run.
         out: folder of results.json and logs.tar.gz.
         seconds: time after which everything ends.
-        only: expression of pytest's -k that is added to each run.
         dry: without a GPU.
     """
 
-    def __init__(
-        self, sections: Sequence[Section], out: Path, seconds: float, only: str, dry: bool
-    ) -> None:
-        self.sections, self.out, self.only, self.dry = sections, out, only, dry
+    def __init__(self, sections: Sequence[Section], out: Path, seconds: float, dry: bool) -> None:
+        self.sections, self.out, self.dry = sections, out, dry
         self.began = time.monotonic()
         self.end = self.began + seconds - GRACE
         out.mkdir(parents=True, exist_ok=True)
@@ -270,12 +267,6 @@ class Session:
     def _command(self, run: Run, records: Path) -> list[str]:
         crashed = self._crashed()
         arguments = [a.format(backend=self._fastest(), crashed=crashed) for a in run.arguments]
-        if self.only:
-            own = [i for i, a in enumerate(arguments) if a == "-k"]
-            if own:
-                arguments[own[0] + 1] = f"({arguments[own[0] + 1]}) and ({self.only})"
-            else:
-                arguments += ["-k", self.only]
         processes = 0 if run.under else min(run.processes, os.cpu_count() or 1)
         options = {
             "-n": processes, "--max-worker-restart": 100_000, "--rootdir": ROOT,
@@ -438,7 +429,6 @@ def main(
     parser.add_argument("--seconds", type=float, default=530.0, help="time for everything")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-session")
     parser.add_argument("--sections", default="", help="names of sections, separated by commas")
-    parser.add_argument("--only", default="", help="expression of pytest's -k for all runs")
     parser.add_argument("--dry", action="store_true", help="a small part, without a GPU")
     options = parser.parse_args(argv)
     made = (sections or (gpu_sections.dry if options.dry else gpu_sections.on_gpu))()
@@ -452,7 +442,7 @@ def main(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    Session(made, options.out, options.seconds, options.only, options.dry).run()
+    Session(made, options.out, options.seconds, options.dry).run()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The pages of the repository: what they link to is there, and has what they name."""
+"""Links of the pages: files, and the symbols that they name, exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_symbols(page):
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_named_files(page):
-    """Paths from the root, and sources by their names, wherever a page mentions them."""
+    """Files exist that a page mentions by path from the root, or by name."""
     text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
     paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text))
     assert not [path for path in paths if not (ROOT / path).exists()]
@@ -68,7 +68,7 @@ def test_what_is_not_defined_is_found(tmp_path):
 
 
 def defines(path: Path, symbol: str) -> bool:
-    """Whether a file has a function, class, constant or field of that name.
+    """Return True if a file defines a function, class, constant or field.
 
     Args:
         symbol: `name` or `Class.member`; in C++ `Class::member`, whose parts must be words of the
@@ -82,7 +82,7 @@ def defines(path: Path, symbol: str) -> bool:
 
 
 def _names(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """What the statements of a module or a class define, members as Class.member."""
+    """Return the names that the statements of a module or class define, members as Class.member."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef):
@@ -97,7 +97,7 @@ def _names(body: list[ast.stmt], prefix: str = "") -> set[str]:
 
 
 def _attributes(method: ast.FunctionDef) -> set[str]:
-    """What a method assigns to attributes of self."""
+    """Return the attributes of self that a method assigns."""
     return {
         node.attr
         for node in ast.walk(method)
@@ -109,7 +109,7 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
 
 
 def test_table_of_block_lists_is_up_to_date(monkeypatch):
-    """`python benchmarks/block_lists.py` measures it and writes the page."""
+    """`python benchmarks/block_lists.py` measures the table and writes the page."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import block_lists
 
@@ -119,7 +119,7 @@ def test_table_of_block_lists_is_up_to_date(monkeypatch):
 
 
 def test_table_of_scaling_is_up_to_date(monkeypatch):
-    """`python benchmarks/scale_simulation.py` computes it and writes the page."""
+    """`python benchmarks/scale_simulation.py` computes the table and writes the page."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale_simulation
 

@@ -1,4 +1,4 @@
-"""Public docstrings: their examples run, and give what they say; all arguments are described."""
+"""Public docstrings: examples run, and all arguments are described."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_arguments(name):
 
 
 def parameters(thing: Callable[..., Any]) -> set[str]:
-    """Those of a constructor are torch.nn's where ours hands on what it gets."""
+    """Return the parameter names of a function; those of torch.nn for forwarding constructors."""
     found = inspect.signature(thing).parameters
     if "args" in found and isinstance(thing, type):
         of_torch = next(c for c in thing.__mro__ if c.__module__.startswith("torch.nn"))
@@ -61,7 +61,7 @@ def parameters(thing: Callable[..., Any]) -> set[str]:
 
 
 def described(text: str) -> set[str]:
-    """The names in front of the colons under Args, each alone or in a list."""
+    """Return the names under Args, each alone or in a list."""
     section = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.cleandoc(text) + "\n", re.MULTILINE)
     heads = re.findall(r"^ {4}(\S[^:\n]*):", section[1] if section else "", re.MULTILINE)
     return {name for head in heads for name in re.findall(r"\w+", head)}

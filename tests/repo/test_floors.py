@@ -1,4 +1,4 @@
-"""The floors of the package, and the folders of csrc/cpu: each imports from those before it."""
+"""Layers of the package, and folders of csrc/cpu, import only from those before them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOORS = [
 
 
 def name_of(path: Path) -> str:
-    """fused_attn.masks.spec of fused_attn/masks/spec.py; a folder's of its __init__.py."""
+    """Return the module name of a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -34,7 +34,7 @@ FILES = {name_of(path): path for path in sorted((ROOT / "fused_attn").rglob("*.p
 
 
 def floor(module: str) -> int:
-    """The index of a module's floor; the public names at the top import from all of them."""
+    """Return the index of a module's floor; the package itself is above all floors."""
     first = module.split(".")[1:2] or [""]
     return next((n for n, names in enumerate(FLOORS) if first[0] in names), len(FLOORS))
 

@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py: whatever fails, nothing that was finished is lost."""
+"""scripts/gpu_session.py keeps all finished results, whatever fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from gpu_sections import Run, Section
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "scripts" / "gpu_session.schema.json").read_text())
 GOOD = "def test_good(): pass\n"
-# What a lent machine takes and gives back. A command may have 2000 characters.
-COMMAND = 'make gpu-session GPU_SESSION="--out $OUT"'
+# Limits of the folder of results, and of the files that are copied to a GPU machine.
 MAX_FILES, MAX_BYTES, MAX_TREE = 8, 16 << 20, 64 << 20
 
 
 def check(out):
-    """Return the results in a folder, which are valid and small enough to be brought back."""
+    """Return the results in a folder; assert that they are valid and small."""
     jsonschema = pytest.importorskip("jsonschema", reason="reason: needs jsonschema")
     results = json.loads((out / "results.json").read_text())
     jsonschema.validate(results, SCHEMA)
@@ -36,15 +35,15 @@ def check(out):
     return results
 
 
-def session(tmp_path, *files, seconds=40.0, unit_seconds=20.0, processes=1, **options):
+def session(tmp_path, *files, seconds=120.0, unit_seconds=20.0, processes=1, **options):
     """Run a session of one section for each text of a test file; return its results."""
     sections = []
     for number, text in enumerate(files):
         path = tmp_path / f"test_planted_{number}.py"
         path.write_text(text)
         run = Run([str(path)], processes, unit_seconds)
-        sections.append(Section(f"section {number}", 30.0, [run], **options))
-    gpu_session.Session(sections, tmp_path / "out", seconds, "", dry=True).run()
+        sections.append(Section(f"section {number}", 100.0, [run], **options))
+    gpu_session.Session(sections, tmp_path / "out", seconds, dry=True).run()
     return check(tmp_path / "out")
 
 
@@ -69,7 +68,7 @@ FAULTS = {
 
 
 def test_faults(tmp_path, capsys):
-    """Each unit gets its status; the rest of its list and the next section go on."""
+    """Each unit gets its status; later units and the next section still run."""
     planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
     results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
     wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
@@ -84,15 +83,8 @@ def test_faults(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_file_that_cannot_be_imported(tmp_path):
-    results = session(tmp_path, "import no_such_module\n", GOOD)
-    assert statuses(results)["test_good"] == "ok"
-    assert any("no_such_module" in record["message"] for record in results["records"])
-
-
-@pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """It is cut, with what it finished; units that were begun are named."""
+    """A section over its time limit is cut; finished units stay, and unfinished ones are named."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
     results = session(tmp_path, slow, GOOD, seconds=8.0)
@@ -101,7 +93,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """Finished tests are in the file at any time, and SIGTERM ends the session with them."""
+    """Finished tests are always in the file, also after SIGTERM."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (
@@ -127,7 +119,7 @@ def test_sigterm_half_way(tmp_path):
 
 @pytest.mark.parametrize("builds", [pytest.param(True, marks=MORE), False])
 def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
-    """It is built beside the next sections; if that fails, the CUDA section alone is skipped."""
+    """It is built while other sections run; if that fails, only the CUDA section is skipped."""
     facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
     facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('reason: no module')\n"
     for name, text in (("facts", facts), ("good", GOOD)):
@@ -140,51 +132,15 @@ def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
         Section("other", 30.0, good),
         Section("cuda", 30.0, good, needs="_cuda"),
     ]
-    gpu_session.Session(sections, tmp_path / "out", 60.0, "", dry=False).run()
+    gpu_session.Session(sections, tmp_path / "out", 60.0, dry=False).run()
     results = check(tmp_path / "out")
     assert results["sections"]["cuda"]["status"] == ("done" if builds else "skipped")
     assert results["sections"]["other"]["status"] == "done"
     assert builds or "told" in results["sections"]["cuda"]["message"]
 
 
-@pytest.mark.thorough
-def test_without_the_cpu_module(tmp_path, monkeypatch):
-    block = "import sys\nsys.modules['fused_attn._cpu'] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(block)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = Run(["tests/gpu/test_smoke.py", "-k", "sdpa-forward or eager-backward"])
-    gpu_session.Session([Section("smoke", 60.0, [run])], tmp_path / "out", 90.0, "", True).run()
-    assert set(statuses(check(tmp_path / "out")).values()) == {"ok"}
-
-
-@pytest.mark.thorough
-def test_a_gpu_that_does_not_answer(tmp_path, monkeypatch):
-    """After a crash, the next section begins with a probe."""
-    bad = "import os, signal\ndef test_bad(): os.kill(os.getpid(), signal.SIGSEGV)\n"
-    (tmp_path / "test_bad.py").write_text(bad)
-    sections = [Section(name, 30.0, [Run([str(tmp_path / "test_bad.py")])]) for name in "ab"]
-    monkeypatch.setattr(gpu_session.Session, "_gpu_answers", lambda self: False)
-    gpu_session.Session(sections, tmp_path / "out", 60.0, "", dry=False).run()
-    results = check(tmp_path / "out")
-    assert results["sections"]["b"]["message"] == "the GPU does not answer"
-
-
-def test_the_summary_is_short():
-    record = {
-        "section": "a",
-        "unit": "t",
-        "status": "wrong",
-        "seconds": 0.0,
-        "message": "m",
-        "data": {},
-    }
-    section = {"status": "done", "seconds": 1.0, "planned": 200, "message": ""}
-    results = {"machine": {}, "ceilings": {}, "sections": {"a": section}, "records": [record] * 200}
-    assert len(gpu_session.summary(results)) <= gpu_session.TABLE_LINES
-
-
 def test_plan_of_a_session():
-    """Sections fit the time; every backend is measured; what is carried is small."""
+    """Sections fit into the time limit, and the tree is small enough to be copied."""
     sections = gpu_sections.on_gpu()
     in_a_row = [s.seconds for s in sections if not s.beside and s.name != "memcheck"]
     assert sum(in_a_row) <= 545  # correctness rarely takes its whole limit
@@ -194,12 +150,11 @@ def test_plan_of_a_session():
     ).stdout.split("\0")
     carried = [ROOT / name for name in names if name] + [*ROOT.glob("fused_attn/*-312-*.so")]
     assert sum(path.stat().st_size for path in carried if path.exists()) <= MAX_TREE
-    assert COMMAND in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.thorough
 def test_dry_session(tmp_path):
-    """Every section answers in four minutes, without a GPU."""
+    """Every section has a result within four minutes, without a GPU."""
     command = [sys.executable, "scripts/gpu_session.py", "--dry", "--seconds", "240"]
     began = time.monotonic()
     done = subprocess.run(

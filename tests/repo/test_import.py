@@ -1,4 +1,4 @@
-"""import fused_attn is light: it brings no triton along, and neither do ordinary calls."""
+"""import fused_attn and ordinary calls do not import triton."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_flops_are_counted_whoever_imports_the_counter(before):
 
 
 def test_the_counter_may_come_from_anywhere():
-    """Two looks for its module, both run, and a copy of the loader: none breaks anything."""
+    """The module may be searched twice and executed twice, and its loader may be pickled."""
     run(
         """
 import fused_attn, importlib.util, pickle
@@ -132,7 +132,7 @@ assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
 
 
 def test_a_name_that_is_taken_stays():
-    """By another copy of the package, as `get_kernel` loads one: they must not change places."""
+    """Another copy of the package, loaded by `get_kernel`, may have registered the name."""
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     run(TAKEN)
 

@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: its objects, its headers, its version, its size."""
+"""Properties of the package as a whole: objects, headers, version, file lengths, build options."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def source_files(*dirs: str) -> list[Path]:
 
 
 def isa_objects() -> list[Path]:
-    """The objects of the instruction sets, from the build directory of each compiler."""
+    """Return the objects of the instruction sets, from the build directory of each compiler."""
     build_dirs = f"build/cmake-{sysconfig.get_config_var('SOABI')}-*"
     return sorted(ROOT.glob(f"{build_dirs}/CMakeFiles/isa_*.dir/csrc/cpu/kernels*.cpp.o"))
 
@@ -86,7 +86,7 @@ def executable(path: Path, script: str) -> Path:
 
 
 def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
-    """The arguments that setup.py gives to CMake, in an environment with these variables."""
+    """Return the arguments that setup.py passes to CMake, given environment variables."""
     log = tmp_path / "arguments"
     executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
     # As the wheel of CMake has it, whose program setup.py prefers to that on the PATH.
@@ -125,7 +125,7 @@ def test_setup_holds_no_compiler_flag():
 
 
 def configured(tmp_path: Path, *options: str) -> str:
-    """What CMake says of a build with these options, with programs of tmp_path before others."""
+    """Return CMake's output for some options; programs in tmp_path come first on PATH."""
     pybind11 = pytest.importorskip("pybind11", reason="reason: needs pybind11")
     if shutil.which("cmake") is None or shutil.which("ninja") is None:
         pytest.skip("reason: needs cmake and ninja")
@@ -157,7 +157,7 @@ def test_windows_is_refused_before_anything_is_looked_for(tmp_path):
 
 
 def test_a_compiler_without_openmp_is_told_what_to_install(tmp_path):
-    """One that knows no -fopenmp, whatever it is asked."""
+    """The stand-in compiler rejects -fopenmp."""
     own = "case \"$*\" in *openmp*) echo 'unrecognized option' >&2; exit 1;; esac"
     executable(tmp_path / "no-openmp", f'{own}\nexec g++ "$@"')
     text = configured(tmp_path, f"-DCMAKE_CXX_COMPILER={tmp_path / 'no-openmp'}")

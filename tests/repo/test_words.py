@@ -1,4 +1,4 @@
-"""scripts/words.py finds the breaches that it is for."""
+"""scripts/words.py finds planted breaches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_long_sentence(found):
 
 
 def test_exceptions_still_apply():
-    """Each names a file of the repository that has the text."""
+    """Each exception names a file with that text."""
     for _, name, text in words.EXCEPTIONS:
         content = (words.ROOT / name).read_text("utf-8")
         assert text == "*" or text in content

@@ -1,4 +1,4 @@
-"""GitHub's workflows: valid, and no command in them that is not there."""
+"""GitHub's workflows are valid and run commands that exist."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def test_workflows_call_what_is_there():
 
 
 def test_modules_that_workflows_run_do_something():
-    """`python -m` of a module without a main program does nothing, and succeeds."""
+    """Modules in `python -m` have a main program; without one, nothing would run."""
     for text in [path.read_text() for path in WORKFLOWS]:
         for name in re.findall(r"python3? -m (fused_attn[.\w]*)", text):
             path = ROOT / name.replace(".", "/")

@@ -28,10 +28,7 @@ BLOCKS = {
 
 
 def test_readme_is_short():
-    text = README.read_text("utf-8")
-    assert len(text.splitlines()) <= MAX_LINES
-    plots = [path for path in re.findall(r"!\[.*?\]\((.*?)\)", text) if "pictures" not in path]
-    assert len(plots) == 1 and len(re.findall(r"!\[", text)) == 3, "one plot and two badges"
+    assert len(README.read_text("utf-8").splitlines()) <= MAX_LINES
 
 
 def test_readme_names_every_page():

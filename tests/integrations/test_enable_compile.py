@@ -30,7 +30,7 @@ def _nothing_compiled():
 
 @contextlib.contextmanager
 def kernel_calls():
-    """Calls of the forward kernel by the registered op, and of the backward one."""
+    """Yield a function that returns the numbers of forward and backward kernel calls."""
     with (
         mock.patch.object(CPP, "attention_fwd", wraps=CPP.attention_fwd) as forward,
         mock.patch.object(CPP, "attention_bwd", wraps=CPP.attention_bwd) as backward,
@@ -111,26 +111,26 @@ def test_autocast_in_the_graph():
     assert torch.equal(out, function(query))
 
 
-def test_what_is_compiled_stays():
+def test_compiled_graphs_do_not_change():
     query = torch.randn(BATCH, HEADS, LEN, 8)
     graph = compiled(attend)
     expected = graph(query)
     with kernel_calls() as calls, fused_attn.enabled():
         assert torch.equal(graph(query), expected)
-        assert calls() == (0, 0), "it was compiled before"
+        assert calls() == (0, 0), "the graph was compiled before the block"
         torch.compiler.reset()
         torch.testing.assert_close(graph(query), expected)
         assert calls() == (1, 0)
     with kernel_calls() as calls:
         torch.testing.assert_close(graph(query), expected)
-        assert calls() == (1, 0), "it was compiled within the block"
+        assert calls() == (1, 0), "the graph was compiled within the block"
         torch.compiler.reset()
         assert torch.equal(graph(query), expected)
         assert calls() == (1, 0)
 
 
 def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
-    """torch.compile's caches are keyed by the caller's graph, in which there is no difference."""
+    """torch.compile's caches are keyed by the graph, which is the same with and without us."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
     hits = torch._dynamo.utils.counters["aot_autograd"]
@@ -144,8 +144,7 @@ def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
 
 
 def test_threads_without_the_tag_compile_torchs_own():
-    """cache_key_tag is a setting of a thread: without it, what was compiled would be cached as
-    torch's own."""
+    """The cache key tag is thread-local. Without it, graphs would be cached as those of torch."""
     query = torch.randn(BATCH, HEADS, LEN, 8)
     fused_attn.enable()
     tags = []

@@ -1,4 +1,4 @@
-"""fused_attn.enable(), disable(), enabled(): on, off and as it was, and the choice on CUDA."""
+"""fused_attn.enable(), disable() and enabled(): switching on and off, and dispatch on CUDA."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_blocks_of_threads_overlap():
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_somebody_elses_kernel_comes_back():
+def test_kernels_of_other_libraries_are_restored():
     theirs = torch.library.Library("aten", "IMPL")
     try:
         theirs.impl("scaled_dot_product_attention", lambda *args: args[1], "CPU")
@@ -107,11 +107,11 @@ assert state() == before and torch.nn.functional.scaled_dot_product_attention is
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# ---- the choice on CUDA -------------------------------------------------------------------------
+# ---- dispatch on CUDA ---------------------------------------------------------------------------
 
 
 class Kernels(Backend):
-    """A backend for CUDA; the ones that are there need a GPU to say so."""
+    """Stand-in for a CUDA backend, which would need a GPU."""
 
     name = "triton"
 
@@ -136,7 +136,7 @@ class Kernels(Backend):
     ],
 )
 def test_choice_on_cuda(automatic, name, head_dim, taken):
-    """Where no kernel is chosen, torch's own path is kept."""
+    """Calls without a kernel are left to torch."""
     asked_for = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
     with (
         mock.patch.dict(registry.BACKENDS, triton=Kernels(automatic)),

@@ -1,6 +1,6 @@
-"""Swapped models on the backend "flex": masks arrive there as structure, with blocks to skip.
+"""Swapped models on the backend "flex": masks arrive as structure, with blocks to skip.
 
-On a mocked device: calls reach the backend as on a GPU, and the reference computes their results.
+A mock stands for the device: calls reach the backend as on a GPU, and the reference computes them.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def test_llama_with_packed_documents(calls):
     )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert len(calls) == 2
-    for call in calls:  # neither a dense tensor nor documents are left: intervals say it all
+    for call in calls:  # intervals replace dense tensors and documents
         assert call.operands.dense is None and call.operands.query_documents is None
         assert call.skipped == 5  # 3 above the diagonal, 2 of other documents
     assert calls[0].operands.lists.kv_indices is calls[1].operands.lists.kv_indices
 
 
 def test_bert_with_padding(calls):
-    """Padded batches: packed to real tokens by the stack, or masked by lengths."""
+    """Padded batches are packed, or masked by lengths."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

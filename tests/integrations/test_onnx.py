@@ -42,10 +42,10 @@ def heads(length=L):
 
 
 def check_export(module, args, kwargs=None, dynamic_shapes=None, others=()):
-    """The exported module gives what ours gives.
+    """Assert that the exported module returns the results of the original.
 
     Args:
-        others: more arguments that the exported one is called with.
+        others: more arguments to call both modules with.
     """
     kwargs = kwargs or {}
     with torch.no_grad():
@@ -61,7 +61,7 @@ def check_export(module, args, kwargs=None, dynamic_shapes=None, others=()):
 ATTENTION = {
     "causal": (lambda q, k, v: attend(q, k, v, is_causal=True), ()),
     "bool mask": (attend, (torch.ones(L, L).tril().bool(),)),
-    "a row that sees nothing": (attend, (torch.ones(L, L).tril(-1).bool(),)),
+    "a fully masked row": (attend, (torch.ones(L, L).tril(-1).bool(),)),
     "float mask": (attend, (torch.linspace(-1, 1, L * L).reshape(L, L),)),
     "padding and window": (
         lambda q, k, v, n: attend(q, k, v, masks.padding(n) & masks.sliding_window(2)),
@@ -119,12 +119,12 @@ def test_swapped_model_of_transformers(name):
             return self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
 
     inputs = family.inputs()
-    inputs["attention_mask"][2] = 1  # rows that see nothing are not what is asked here
+    inputs["attention_mask"][2] = 1  # no fully masked rows
     check_export(First().eval(), (inputs["input_ids"], inputs["attention_mask"]))
 
 
 def test_an_exported_program_keeps_the_ops():
-    """Only an exporter that knows no others decomposes them."""
+    """Our ops are decomposed only for exporters without support for custom ops."""
     program = torch.export.export(Called(attend), heads())
     for decomposed in (program, program.run_decompositions()):
         assert "fused_attn.attention_fwd" in str(decomposed.graph)
@@ -140,8 +140,8 @@ def test_an_exported_program_given_to_the_exporter():
     torch.testing.assert_close(exported(query, key, value)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_compiles_where_ci_is_set(monkeypatch):
-    """Inductor refuses there what has an entry in torch's table of decompositions."""
+def test_compiles_in_ci(monkeypatch):
+    """In CI, Inductor rejects fallbacks for ops with an entry in torch's decomposition table."""
     monkeypatch.setenv("CI", "true")
     lowerings = torch._inductor.lowering.lowerings
     for op in decompositions():

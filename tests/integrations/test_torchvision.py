@@ -1,6 +1,6 @@
-"""torchvision's ViT and Swin with random weights: attention and norms of torch.nn, swapped.
+"""torchvision's ViT and Swin with random weights, swapped.
 
-Swin multiplies and masks its windows itself, so only its norms are.
+Swin has hand-written attention, so only its norms are swapped.
 """
 
 from __future__ import annotations

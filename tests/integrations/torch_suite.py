@@ -1,12 +1,12 @@
-"""PyTorch's own tests of attention, norms and Transformers, with ours in torch's place.
+"""Run PyTorch's own tests of attention, norms and Transformers with fused_attn in torch's place.
 
     python tests/integrations/torch_suite.py --pytorch /path/to/pytorch
 
-runs them on torch as it is, and with ours in its place, and compares what becomes of each test.
-Every difference is listed in docs/compatibility.md with its reason: exit status 1 if another is
-found, or if one that is listed is not, unless its reason begins with "On some CPUs". Nothing is
-fetched: /path/to/pytorch is a checkout, or a folder with the files that `FILES` names, of a
-version close to that of the installed torch.
+The script runs the tests on plain torch and with fused_attn, and compares the outcomes.
+docs/compatibility.md lists each difference with its reason. The exit status is 1 if a difference
+is not listed, or if a listed one is not found, unless its reason begins with "On some CPUs".
+/path/to/pytorch is a checkout, or a folder with the files in `FILES`, of a version close to that of
+the installed torch. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ sys.path[:0] = [str(ROOT), str(SUPPORT)]
 import torch  # noqa: E402
 from torch_in_place import SWAPS, read_outcomes  # noqa: E402
 
-# PyTorch's files of tests, and what the names of those tests in them match that concern us.
+# PyTorch's test files, and the pattern that selects tests by name.
 FILES = {
     "test/test_transformers.py": "",
     "test/nn/test_multihead_attention.py": "",
     "test/test_nn.py": "(?i)layer_?norm|rms_?norm|transformer|multi_?head|attention|sdpa",
 }
-# What of pytest's exit statuses means that it came to its end: passed, failed, nothing to run.
+# pytest's exit statuses of complete runs: all passed, some failed, nothing to run.
 _ENDED = (0, 1, 5)
 _HEAD = ("| in torch's place | tests | number | reason |", "|---|---|---|---|")
 
@@ -46,7 +46,7 @@ Outcomes = dict[str, dict[str, Any]]  # by the name of the test: see torch_in_pl
 
 @dataclass
 class Listed:
-    """A row of the page: tests that are expected to differ, and why."""
+    """Row of the page: tests whose outcomes differ, and the reason."""
 
     swaps: str
     patterns: str
@@ -92,12 +92,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pytorch", type=_path, required=True, help="a checkout of PyTorch")
     parser.add_argument(
-        "--most", type=int, default=64, help="how many parameters of one test (64); 0: all of them"
+        "--most",
+        type=int,
+        default=64,
+        help="maximum parameter sets per test (64); 0 for all",
     )
-    parser.add_argument("--page", type=Path, default=PAGE, help="where differences are listed")
-    parser.add_argument("--write", action="store_true", help="bring the numbers into the page")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page that lists the differences")
+    parser.add_argument("--write", action="store_true", help="write the numbers to the page")
     parser.add_argument(
-        "--results", type=_path, help="a folder for outcomes; what has one there is not run again"
+        "--results",
+        type=_path,
+        help="folder for outcomes, which are reused",
     )
     arguments = parser.parse_args()
     if missing := [file for file in FILES if not (arguments.pytorch / file).is_file()]:
@@ -110,9 +115,9 @@ def _path(name: str) -> Path:
 
 
 def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
-    """What becomes of the tests of all files, each file in a process of its own."""
+    """Return the outcomes of the tests of all files; each file runs in a separate process."""
     outcomes: Outcomes = {}
-    # PyTorch's own settings of pytest stay out of it.
+    # An empty file, so that pytest ignores PyTorch's settings.
     settings = folder / "pytest.ini"
     settings.write_text("[pytest]\n")
     for file, about in FILES.items():
@@ -130,7 +135,7 @@ def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
             status = subprocess.run(command, env=_environment(), cwd=folder).returncode
             if status in _ENDED:
                 break
-            # A test that ends the process has crashed; the next process goes on behind it.
+            # A test that ends the process has crashed; the next process continues after it.
             if status > 0 or len(read_outcomes(path)) == before:
                 raise SystemExit(f"{file}, {swap}: pytest ended with status {status}")
         outcomes |= read_outcomes(path)
@@ -138,7 +143,7 @@ def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
 
 
 def _environment() -> dict[str, str]:
-    """That of PyTorch's tests: the device that ours are chosen for unasked."""
+    """Return the environment of PyTorch's tests, which run on the CPU only."""
     paths = [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu",
@@ -148,7 +153,7 @@ def _environment() -> dict[str, str]:
 
 
 def _listed(page: str) -> list[Listed]:
-    """The rows of the page's table of differences."""
+    """Return the rows of the page's table of differences."""
     rows = []
     for line in _between(page, "differences").splitlines()[len(_HEAD) :]:
         swaps, patterns, _, reason = (cell.strip() for cell in line.strip("| ").split(" | "))
@@ -157,7 +162,7 @@ def _listed(page: str) -> list[Listed]:
 
 
 def _unlisted(swap: str, plain: Outcomes, ours: Outcomes, rows: list[Listed]) -> list[str]:
-    """The differences of a swap that no row covers; the others are noted in their rows."""
+    """Return the differences of a swap that no row covers; rows record those that they cover."""
     lines = []
     for test in _differing(plain, ours):
         covering = [row for row in rows if row.covers(swap, test)]
@@ -171,7 +176,7 @@ def _unlisted(swap: str, plain: Outcomes, ours: Outcomes, rows: list[Listed]) ->
 
 
 def _errors(why: list[str]) -> list[str]:
-    """Those lines of a report of pytest that say what went wrong."""
+    """Return the lines of a pytest report with the error message."""
     return [line[1:].strip() for line in why if line.startswith("E ")][:3] or why[-1:]
 
 
@@ -185,7 +190,7 @@ def _outcome(outcomes: Outcomes, test: str) -> str:
 
 
 def _counts(plain: Outcomes, swaps: dict[str, Outcomes]) -> str:
-    """The table of how many tests ran, and how."""
+    """Return the table with the numbers of tests by outcome."""
 
     def row(title: str, count: Any) -> str:
         return f"| {title} | " + " | ".join(str(count(ours)) for ours in swaps.values()) + " |"
@@ -219,7 +224,7 @@ def _replaced(page: str, what: str, text: str) -> str:
 
 
 def _parts(page: str, what: str) -> tuple[str, str, str]:
-    """The page up to what a script writes there, that, and the rest."""
+    """Return the page before a generated part, that part, and the rest."""
     begin, end = page.index(f"<!-- {what}: begin -->\n"), page.index(f"<!-- {what}: end -->")
     begin = page.index("\n", begin) + 1
     return page[:begin], page[begin:end], page[end:]

@@ -45,9 +45,10 @@ def work_of(mask, length, batch=1):
     return VisibleKeys(spec, (batch, 1, length, length)).work
 
 
-@pytest.mark.parametrize("ranks", [128, 512])
-@pytest.mark.parametrize(("median", "sigma"), [(1000, 1.5), (2000, 1.8), (600, 1.2)])
-def test_packed_causal_documents_are_balanced(median, sigma, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "median", "sigma"), [(128, 1000, 1.5), (128, 2000, 1.8), (512, 600, 1.2)]
+)
+def test_packed_causal_documents_are_balanced(ranks, median, sigma):
     mask = packed_documents(document_lengths(LENGTH, median, sigma, seed=ranks))
     work = work_of(mask, LENGTH)
     sharding = balanced_sharding(mask, LENGTH, ranks)
@@ -94,14 +95,14 @@ def test_key_masks_and_dense_masks_count():
 
 
 PARTITIONS = [
-    *itertools.product([0, 1, 5, 4096, 4999], ["window"]),
-    *itertools.product([61, 509], MASKS),
+    *itertools.product([0, 1, 5, 61, 4096, 4999], ["window"]),
+    *itertools.product([509], MASKS),
 ]
 
 
 @pytest.mark.parametrize(("length", "name"), PARTITIONS)
 def test_every_position_has_one_rank(length, name):
-    """Sharding itself checks that the runs are a partition."""
+    """Rows of ranks differ by at most a chunk; Sharding checks that the runs are a partition."""
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size, key_cost in (
         (1, None, 0),
@@ -124,17 +125,8 @@ def test_every_position_has_one_rank(length, name):
             assert not any(start % 8 for start in starts)
 
 
-@pytest.mark.parametrize("length", [4096, 4999, 5000])
-def test_rows_differ_by_at_most_a_chunk(length):
-    mask = packed_documents(document_lengths(length, 100, 1.5, seed=length))
-    for ranks in (3, 4, 7):
-        sharding = balanced_sharding(mask, length, ranks, chunk_size=40)
-        rows = [sharding.rows(rank) for rank in range(ranks)]
-        assert max(rows) - min(rows) <= 40
-
-
 def test_keys_of_the_same_document_stay_together():
-    """The cost of keys to receive matters: without it, twice as many are received."""
+    """Ranks receive far fewer keys than if chunks were distributed by their work alone."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
     visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))
@@ -151,7 +143,7 @@ def test_keys_of_the_same_document_stay_together():
 
 @pytest.mark.parametrize("key_cost", [1.0, 50.0, 1000.0])
 def test_costs_of_keys(key_cost):
-    """The estimate counts keys as the plans do, and a result is at least as good as the others."""
+    """The estimated keys are those of the plans, and no simpler sharding takes less time."""
     length, ranks = 2**15, 32
     mask = packed_documents(document_lengths(length, 300, 1.5, seed=6))
     visible = VisibleKeys(
@@ -187,7 +179,7 @@ result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask
 
 
 def test_all_processes_compute_the_same():
-    """Neither the seed of hashes nor the number of threads matters."""
+    """The seed of hashes and the number of threads have no effect."""
     here: dict[str, str] = {}
     exec(SCRIPT, here)  # with all threads
     command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]
@@ -197,7 +189,7 @@ def test_all_processes_compute_the_same():
 
 
 def test_a_million_positions_take_a_second():
-    """Their CPU time is below that of 40 million additions in Python, 2 to 3 s."""
+    """The search takes less CPU time than 40 million additions in Python, 2 to 3 s."""
     mask = packed_documents(document_lengths(LENGTH, 1000, 1.5, seed=0))
     ratios = []
     for _ in range(3):

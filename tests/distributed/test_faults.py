@@ -1,4 +1,4 @@
-"""Mistakes and failures of one rank are errors on all ranks, and never a hang."""
+"""Mistakes and failures of one rank are errors on all ranks, never a hang."""
 
 from __future__ import annotations
 

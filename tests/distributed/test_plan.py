@@ -27,7 +27,7 @@ def spec_of(mask, shape):
 
 
 def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
-    """Visibility and added terms as full tensors; masked terms are 0."""
+    """Return visible pairs and score bias as full tensors; masked terms are 0."""
     sizes = batch, heads, seqlen_q, seqlen_k
     visible, bias = materialize(spec, *sizes, CPU, torch.float64)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
@@ -36,20 +36,28 @@ def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
     return visible, bias.expand(sizes).masked_fill(~visible, 0.0)
 
 
+def numbers(count, most):
+    """Return the numbers of random problems; those from `count` to `most` are thorough."""
+    return [
+        *range(count),
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in range(count, most)),
+    ]
+
+
 def random_range(draw, length):
     a, b = sorted(draw.sample(range(length + 1), 2))
     return range(a, b)
 
 
 def random_sharding(draw, length, ranks):
-    """Chunks of random lengths, dealt to the ranks."""
+    """Distribute chunks of random lengths over the ranks."""
     ends = sorted({0, length, *(draw.randrange(length + 1) for _ in range(2 * ranks))})
     chunks = [range(a, b) for a, b in itertools.pairwise(ends)]
     draw.shuffle(chunks)
     return Sharding([chunks[rank::ranks] for rank in range(ranks)])
 
 
-@pytest.mark.parametrize("number", range(250))
+@pytest.mark.parametrize("number", numbers(80, 250))
 def test_mask_of_positions_and_heads(number):
     draw = random.Random(number)
     shape = draw.choice([1, 2]), draw.choice([1, 3]), draw.randint(4, 40), draw.randint(4, 40)
@@ -101,7 +109,7 @@ def covered(plans, shardings, sizes, starts=None):
     return count
 
 
-@pytest.mark.parametrize("number", range(150))
+@pytest.mark.parametrize("number", numbers(60, 150))
 def test_plan_covers_what_is_visible_once(number):
     draw = random.Random(number)
     shape = draw.choice([1, 2]), 2, draw.randint(8, 60), draw.randint(8, 60)
@@ -132,7 +140,7 @@ def slice_of(rows):
     return slice(rows.start, rows.stop)
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", numbers(20, 40))
 def test_plan_of_packed_sequences(number):
     draw = random.Random(number)
     spec, shape, visible = packed_problem(number)
@@ -166,7 +174,7 @@ def test_pieces_end_with_their_sequence():
     ids=["causal", "window", "documents", "none"],
 )
 def test_only_visible_keys_are_received(mask, most):
-    """Share of the keys of other ranks that contiguous shards receive."""
+    """Contiguous shards receive at most this share of the keys of other ranks."""
     length, ranks = 1024, 8
     spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
     sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))

@@ -36,7 +36,7 @@ def tensors_of(dtype):
     caches = {f"{n}_cache": normal(HEADS_KV, CAPACITY) for n in ("key", "value")}
     for cache in caches.values():
         for b, length in enumerate(LENGTHS):
-            cache[b, :, length:] = float("nan")  # what is not cached reaches nothing
+            cache[b, :, length:] = float("nan")  # entries beyond the cached length have no effect
     return tensors | caches
 
 
@@ -55,13 +55,15 @@ def in_one_process(tensors, mask, options, backend=None):
     return results, caches[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "sharding",
+    ("sharding", "dtype"),
     [
-        Sharding.contiguous(CAPACITY, 4),
-        Sharding([[range(r * 8 + i, r * 8 + i + 8) for i in (0, 32)] for r in range(4)]),
-        Sharding.of_lengths([50, 0, 1, 39]),
+        (Sharding.contiguous(CAPACITY, 4), torch.float32),
+        (
+            Sharding([[range(r * 8 + i, r * 8 + i + 8) for i in (0, 32)] for r in range(4)]),
+            torch.bfloat16,
+        ),
+        (Sharding.of_lengths([50, 0, 1, 39]), torch.float32),
     ],
     ids=["contiguous", "interleaved", "unequal"],
 )

@@ -1,4 +1,4 @@
-"""Tensor parallelism on gloo: shards compute what one process computes."""
+"""Tensor parallelism on gloo: the results of shards are those of one process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def four(request):
 
 
 def assert_equal(found):
-    """Within rounding of float64, on each rank; non-finite values are the same.
+    """Assert that results on each rank are equal up to rounding of float64.
 
-    Rounding is relative to the largest result: the gradient of the keys' bias is 0 but for it.
+    Rounding is relative to the largest result, because the gradient of the keys' bias is only
+    rounding error.
     """
     for of_rank in found:
         scale = max(float(want[want.isfinite()].abs().max()) for _, want in of_rank.values())

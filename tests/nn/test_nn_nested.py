@@ -1,4 +1,4 @@
-"""Nested tensors without a token, and padded batches without one."""
+"""Nested tensors and padded batches without any token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
 
 
 def modules():
-    """What takes nested tensors, as a function of one."""
+    """Return the modules that accept nested tensors."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()

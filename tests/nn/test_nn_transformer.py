@@ -91,7 +91,7 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """With p = 1 a branch vanishes, so it shows which dropout stands where."""
+    """With p = 1 a branch vanishes, which shows the place of each dropout."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
         theirs = torch.nn.TransformerEncoderLayer(
@@ -200,6 +200,8 @@ def encoder_pair(**kwargs):
     return perturb(theirs.double())
 
 
+@pytest.mark.sampled("every mask has both layouts", norm_first=[True], batch_first=[True])
+@pytest.mark.sampled("every mask has both orders of norms", norm_first=[False], padding=[False])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("mask", ["none", "bool", "bool3d", "learned", "causal", "causal_bool"])
@@ -269,7 +271,7 @@ def test_is_causal_mask(dtype):
 
 
 def test_encoder_of_layers_with_appended_keys():
-    """A shared Mask would not say that those are visible."""
+    """Layers with appended keys cannot share one Mask, which would hide these keys."""
     theirs = encoder_pair()
     for layer in theirs.layers:
         layer.self_attn = torch.nn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True).double()
@@ -295,7 +297,7 @@ def test_encoder_of_other_layers_gets_what_torch_would_pass():
 
 
 def test_fused_layers_inside_a_torch_encoder_in_inference():
-    """torch's own stack turns padded input into nested tensors there."""
+    """torch's stack converts padded inputs to nested tensors in inference."""
     layer = fnn.TransformerEncoderLayer(EMBED, 4, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()
     assert stack.use_nested_tensor

@@ -1,4 +1,4 @@
-"""The weights of attention: against eager attention, and MultiheadAttention's against torch's."""
+"""Attention weights, against eager attention and against torch's MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _seed():
 
 
 def with_weights(mask=None, **options):
-    """function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
+    """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
 
     def of(backend):
         def call(query, key, value, bias=None):
@@ -65,7 +65,7 @@ def with_weights(mask=None, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_rows_that_one_key_dominates(seed, backend):
-    """A loss on the weights alone: their rows do not add up to 1.0001."""
+    """Rows of weights add up to 1 even if the loss depends on the weights alone."""
     tensors = random_qkv(1, 1, 1, 4, 3, 64, seed=seed)
     tensors["query"] *= 80.0
 
@@ -86,7 +86,7 @@ def test_rows_that_one_key_dominates(seed, backend):
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """Out, weights and every gradient through both; several tiles each way, some hidden."""
+    """Outputs, weights and all gradients agree; some tiles are fully masked."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)
@@ -103,7 +103,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """With groups of heads, dropout, and the gradient of the float mask in its own shape."""
+    """Groups of heads, dropout, and the gradient of a float mask in its shape."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -136,8 +136,8 @@ def test_small_and_empty(average, shape, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
-def test_nan_where_nobody_looks(average, backend):
-    """Hidden entries are exactly 0, so are rows that see nothing; what stands there is not seen."""
+def test_nan_in_masked_keys(average, backend):
+    """Masked weights and fully masked rows are exactly 0; NaN in masked keys has no effect."""
     device = device_of(backend)
     query, key, value = (t.to(device) for t in random_qkv(2, 2, 2, 70, 200, 16).values())
     mask = masks.padding([150, 0], [70, 30]).to(device)
@@ -160,7 +160,7 @@ def test_nan_where_nobody_looks(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """As in torch the weights are those that multiply values: dropped, scaled, then averaged."""
+    """As in torch, weights are dropped, scaled and then averaged."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -278,7 +278,7 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.sampled("the average is there", average=[False])
 @AVERAGE
 def test_memory(average):
-    """Forward and backward hold no (num_heads, L, S) tensor, of 67 MB here, for the average."""
+    """Averaged weights need no (num_heads, L, S) tensor, which would have 67 MB here."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "average" if average else "heads"],
         capture_output=True, text=True, check=True,
@@ -294,7 +294,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """Longer than a tile, so that some are hidden; torch.nn puts appended keys last."""
+    """Sequences are longer than a tile, so that some tiles are fully masked."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
@@ -316,7 +316,7 @@ def test_module_against_torch(kind, appended, average, batch_first):
 
 
 def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
-    """need_weights=True, the default, changes nothing of the output."""
+    """need_weights=True, the default, does not change the output."""
     calls = []
     for name in ("attention_fwd", "attention_weights"):
         real = getattr(ops, name)
@@ -331,7 +331,7 @@ def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
 
 
 def test_causal_and_appended_keys_stay_structure(monkeypatch):
-    """Neither padding nor causality becomes a dense mask, also with keys that all queries see."""
+    """Padding and causal masks do not become dense, also with appended keys."""
     seen = []
     attend = F.scaled_dot_product_attention
 
@@ -350,7 +350,7 @@ def test_causal_and_appended_keys_stay_structure(monkeypatch):
 
 
 def test_dropout_as_in_torch():
-    """Both return the weights that they multiplied the values with: their rows have other sums."""
+    """torch and we return weights after dropout, whose rows do not add up to 1."""
     x = torch.randn(1, 30, EMBED)
     for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
         module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)

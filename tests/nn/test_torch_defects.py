@@ -1,7 +1,7 @@
-"""What torch.nn 2.13 gets wrong in masked attention, and what fused_attn.nn gives instead.
+"""Defects of masked attention in torch.nn 2.13, and the results of fused_attn.nn.
 
-Each test shows both results. If one of torch's goes green with another version of torch, the
-defect is gone there: then the assertion about torch can go.
+If an assertion about torch fails with a newer version, torch has fixed the defect, and the
+assertion can be removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attention(**kwargs):
 
 
 def test_need_weights_with_a_sequence_of_padding_alone():
-    """torch: NaN in output and weights, and in every gradient. Here: the bias of out_proj, 0."""
+    """torch: NaN in output, weights and gradients. Here: the bias of out_proj, and weights 0."""
     theirs, ours = attention()
     x = torch.randn(BATCH, LENGTH, EMBED)
     out, weights = theirs(x, x, x, ALL_PADDED)
@@ -83,8 +83,7 @@ def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
     "appended", [{"add_zero_attn": True}, {"add_bias_kv": True}], ids=lambda a: next(iter(a))
 )
 def test_causal_hint_with_appended_keys(appended):
-    """torch: the hint hides the appended key from all queries, or shows them another one, so that
-    a mask and the same mask with its hint differ. Here: they are the same."""
+    """torch: the hint masks the appended key or reveals another one. Here: it changes nothing."""
     theirs, ours = attention(**appended)
     x, mask = torch.randn(BATCH, LENGTH, EMBED), causal_bias(LENGTH, torch.float32)
 
@@ -98,8 +97,7 @@ def test_causal_hint_with_appended_keys(appended):
 
 
 def test_padded_rows_of_an_encoder():
-    """torch: 0 in inference, where it packs the batch, and numbers with gradients; so what comes
-    after depends on the mode. Here: 0 in both."""
+    """torch: 0 in inference, where it packs the batch, but not with gradients. Here: 0."""
     layer = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, batch_first=True)
     theirs = torch.nn.TransformerEncoder(layer, 2).eval()
     ours = fnn.TransformerEncoder.from_torch(theirs)

@@ -142,7 +142,7 @@ def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["is_causal", "masks.causal"])
 def test_memory_of_causal_calls(name):
-    """It is far below that of a mask tensor, seqlen x seqlen bytes."""
+    """Causal calls use far less memory than a mask tensor of seqlen x seqlen bytes."""
     mask, is_causal = CAUSAL[name]()
     length = 16384
     tensors = torch.randn(3, 1, 1, length, 64, device=DEVICE, dtype=torch.bfloat16).unbind()

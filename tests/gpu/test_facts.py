@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_machine(record_property):
-    """GPU, driver, versions; and that the device computes."""
+    """The device computes; record the GPU, its driver and versions."""
     assert torch.ones(2, device=DEVICE).sum().item() == 2.0
     facts = {"driver": verdicts._driver(), **doctor.machine(), **doctor.versions()}
     if ON_GPU:
@@ -27,7 +27,7 @@ def test_machine(record_property):
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
 def test_modules(name):
-    """Without them, the backends of their names are skipped; nothing else is."""
+    """A missing module only skips the backend of its name."""
     try:
         importlib.import_module(f"fused_attn.{name}")
     except ImportError as error:
@@ -35,7 +35,7 @@ def test_modules(name):
 
 
 def test_ceilings(record_property, monkeypatch):
-    """Rates of copying and of a bfloat16 matmul, for shares of the peak."""
+    """Record the rates of copying and of a bfloat16 matmul, which are the ceilings."""
     if not ON_GPU:
         pytest.skip("reason: needs a GPU")
     monkeypatch.syspath_prepend(str(BENCHMARKS))

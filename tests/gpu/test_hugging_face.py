@@ -93,7 +93,7 @@ def test_attn_implementation(name):
 
 @models
 def test_enabled(name):
-    """A model of torch's function, which is patched."""
+    """enable() intercepts the attention of a model on torch's function."""
     model = MODELS[name](attn_implementation="sdpa")
     theirs = copy.deepcopy(model)
     check_hf(model, theirs, "right", fa.enabled)

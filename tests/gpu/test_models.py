@@ -76,7 +76,7 @@ def test_encoder_layer(name, norm_first, training):
 
 @training
 def test_transformer(training):
-    """Padding and a causal mask."""
+    """Encoder and decoder agree with padding and a causal mask."""
     theirs = perturbed(torch.nn.Transformer(WIDTH, HEADS, 1, 1, 64, **OPTIONS), training)
     fused = fnn.Transformer.from_torch(copy.deepcopy(theirs))
     kwargs = {
@@ -101,7 +101,7 @@ def test_swapped_encoder(remove_padding, training):
 
 @torch.no_grad()
 def test_inference_of_a_swapped_encoder():
-    """torch's inference path, on the same device."""
+    """Results agree with torch's inference path on the same device."""
     theirs, tokens = encoder().eval().to(DEVICE), x().detach().to(DEVICE)
     fused, ignored = copy.deepcopy(theirs), IGNORED.to(DEVICE)
     fa.swap_modules(fused)
@@ -112,7 +112,7 @@ def test_inference_of_a_swapped_encoder():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_training_with_dropout(dtype):
-    """A seed decides, and the gradients are finite."""
+    """Equal seeds give equal gradients, which are finite."""
     model, tokens = encoder(dropout=0.2), x()
     fa.swap_modules(model)
     model.to(DEVICE, dtype)
@@ -130,7 +130,7 @@ def test_training_with_dropout(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
 def test_autocast(dtype):
-    """A swapped encoder, and torch's under the same autocast."""
+    """A swapped encoder agrees with torch's under the same autocast."""
     theirs, tokens, kwargs = encoder(), x(), {"src_key_padding_mask": IGNORED}
     fused = copy.deepcopy(theirs)
     fa.swap_modules(fused)

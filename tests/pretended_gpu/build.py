@@ -72,7 +72,7 @@ long {name}() {{
 
 
 def run(*command: str | Path) -> str:
-    """Return what a command prints; if it fails, show that and stop."""
+    """Return the output of a command; if it fails, print the output and exit."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
@@ -87,13 +87,13 @@ def torch_libraries() -> list[Path]:
 
 
 def prefix(library: str) -> str:
-    """Return how the names of a library's symbols begin, in lower case."""
+    """Return the lowercase prefix of the names of a library's symbols."""
     name = library.removeprefix("lib").split(".")[0].lower()
     return {"cudart": "cuda", "cuda": "cu", "nvshmem_host": "nvshmem"}.get(name, name)
 
 
 def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
-    """Return the symbols that torch asks each library of NVIDIA for: (version, is a variable)."""
+    """Return the symbols that torch imports from each NVIDIA library: (version, is a variable)."""
     paths = list(paths)
     dynamic = "".join(run("readelf", "-d", "-W", path) for path in paths)
     libraries = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)\w*\.so[\w.]*)\]", dynamic))
@@ -112,7 +112,7 @@ def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
 
 
 def stub(name: str, is_variable: bool, value: int) -> str:
-    """Return a definition of a symbol, in C. It is weak: one in our sources comes before it."""
+    """Return a weak C definition of a symbol, which definitions in our sources override."""
     weak = "__attribute__((weak))"
     if name in SPECIAL:
         return SPECIAL[name]
@@ -126,7 +126,7 @@ def stub(name: str, is_variable: bool, value: int) -> str:
 
 
 def build_library(library: str, symbols: dict[str, tuple[str, bool]], folder: Path) -> None:
-    """Compile a library of our own sources and of weak stubs for all other symbols."""
+    """Compile a library of our sources, and of weak stubs for all other symbols."""
     lines, versions = [], defaultdict(list)
     for name, (version, is_variable) in sorted(symbols.items()):
         lines.append(stub(name, is_variable, RETURNED.get(library, 0)))

@@ -55,7 +55,7 @@ def test_launches(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "sdpa"])
 def test_capture(backend: str) -> None:
-    """Forward and backward wait for nothing: a graph can be captured of them, and replayed."""
+    """Forward and backward do not wait for the device, so that a graph can capture them."""
     skip_unless_available(backend)
     tensors = inputs()
     side = torch.cuda.Stream()
@@ -84,7 +84,7 @@ def test_capture(backend: str) -> None:
     ids=["item", "cpu", "nonzero", "stream", "device", "upload"],
 )
 def test_waiting_in_a_capture(wait: Callable[[Tensor], object]) -> None:
-    """A host that waits during a capture gets an error, and the next capture succeeds."""
+    """Waiting during a capture is an error, and the next capture succeeds."""
     scalar = torch.zeros((), device="cuda")
 
     def capture(inside: Callable[[Tensor], object]) -> None:

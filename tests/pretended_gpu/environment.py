@@ -12,7 +12,7 @@ PYTHON = FOLDER / "venv" / "bin" / "python"
 
 
 def missing() -> str | None:
-    """Return what has to be built before there is a pretended GPU, or None."""
+    """Return the missing build step of the pretended GPU, or None."""
     parts = [PYTHON, FOLDER / "lib" / "libcudart.so.13", *[FOLDER / "cmake" / "build.ninja"]]
     absent = [str(part.relative_to(ROOT)) for part in parts if not part.exists()]
     return f"no {absent[0]}: see tests/pretended_gpu/README.md" if absent else None

@@ -1,4 +1,4 @@
-"""The launches that the pretended GPU has counted in this process."""
+"""Counts of kernel launches on the pretended GPU in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 def launches(part: str = "") -> int:
-    """Return how often kernels were launched whose (mangled) name contains `part`."""
+    """Return the number of launches of kernels whose mangled name contains `part`."""
     count = ctypes.CDLL("libcuda.so.1").pretended_launches
     count.argtypes, count.restype = [ctypes.c_char_p], ctypes.c_long
     return count(part.encode())

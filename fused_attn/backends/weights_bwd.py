@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import (
-    WeightsBackward,
-)
-from fused_attn.masks.materialize import materialize, of_head
+from fused_attn.call.calls import WeightsBackward
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.restrict import of_heads
 
 
 def attention_weights_bwd(given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +33,7 @@ def attention_weights_bwd(given: WeightsBackward) -> tuple[Tensor, Tensor, Tenso
     if needs_bias and spec.bias is not None:
         grad_bias = spec.bias.new_zeros(spec.bias.shape, dtype=dtype)
     for h in range(num_heads):
-        own = of_head(spec, h)
+        own = of_heads(spec, slice(h, h + 1))
         visible, bias = materialize(own, batch, 1, seqlen_q, seqlen_k, query.device, dtype)
         q, k = query[:, h].to(dtype), key[:, h // group].to(dtype)
         if visible is not None:

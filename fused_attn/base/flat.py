@@ -12,7 +12,8 @@ from torch import Tensor
 
 FlatT = TypeVar("FlatT", bound="Flat")
 
-# Metadata of a field that is not flattened: a copy has its value, `of_flat` its default.
+# Metadata of a field that is not flattened: a copy has its value, unless the field has init=False;
+# `of_flat` has its default.
 HOST = {"host": True}
 
 _TYPES = {
@@ -170,7 +171,7 @@ def _construction(
     for field in dataclasses.fields(cls):
         type_, path = hints[field.name], prefix + field.name
         if "host" in field.metadata:
-            if with_host:
+            if with_host and field.init:
                 arguments.append(f"{field.name}=self.{path}")
             continue
         if not dataclasses.is_dataclass(type_):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from fused_attn.masks.memo import recall_on_spec
+from fused_attn.masks.memo import Memo, recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec
 
 T = TypeVar("T")
 
 _LIMIT = 64  # number of values per mask with tensors, and of all masks without
-_of_numbers: OrderedDict[Hashable, Any] = OrderedDict()
+_of_numbers: Memo = {}
 
 
 def cached_on_mask(
@@ -30,19 +29,13 @@ def cached_on_mask(
         what: everything else that the value depends on.
         device: device of the call.
     """
-    named = [
-        (name, tensor)
+    named = {
+        name: tensor
         for name, tensor in zip(spec.TENSORS, spec.tensors(), strict=True)
         if tensor is not None and name != "bias" and not name.endswith("_summary")
-    ]
+    }
     numbers = tuple(value for value in spec.flat() if isinstance(value, (int, float)))
-    key = what, numbers, tuple(name for name, _ in named)
-    if named:
-        return recall_on_spec(spec, key, [t for _, t in named], device, make, _LIMIT)
-    if key in _of_numbers:
-        _of_numbers.move_to_end(key)
-        return _of_numbers[key]
-    value = _of_numbers[key] = make()
-    if len(_of_numbers) > _LIMIT:
-        _of_numbers.popitem(last=False)
-    return value
+    key, tensors = (what, numbers, *named), list(named.values())
+    if tensors:
+        return recall_on_tensor(tensors[0], key, tensors, make, _LIMIT)
+    return recall(_of_numbers, key, (), device, make, _LIMIT)

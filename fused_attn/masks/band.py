@@ -48,12 +48,6 @@ class Band(NamedTuple):
         return self.lo > -UNLIMITED or self.hi < UNLIMITED
 
 
-# The fields that `band_of` takes into account. max_seqlen and by_query do not restrict a mask.
-_KNOWN = (
-    "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
-    "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "band_lo", "band_hi",
-    "alibi_offset", "max_seqlen_q", "max_seqlen_k", "by_query", "band",
-)  # fmt: skip
 NO_BAND = Band()
 _CAUSAL = Band(hi=0)
 
@@ -63,7 +57,7 @@ def band_of(spec: Any) -> Band | None:
 
     The values of tensors are not read.
     """
-    if unknown_fields(spec, _KNOWN):
+    if unknown_fields(spec):
         return None
     if spec.bias is not None or spec.dense is not None or spec.key_mask is not None:
         return None

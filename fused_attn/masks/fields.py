@@ -1,49 +1,51 @@
 """Fields of a MaskSpec: the dimensions of its tensors, and refusal of fields that are not known.
 
-Code outside the kernels that reads a MaskSpec field by field lists the fields that it knows. A new
-field is refused there until it is handled, instead of being ignored.
+Code outside of the kernels that reads a MaskSpec field by field calls `unknown_fields` or
+`refuse_unknown_fields`: masks/restrict.py, intervals.py, band.py, and Triton's spec_args.py. A new
+field is refused there until all of them handle it and KNOWN has it, instead of being ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
-# Dimensions of each tensor: b batch, h heads, q queries, k keys, and "." for any other. Those of
-# size 1 broadcast, except in bounds.
+# Dimensions of each tensor: b batch, h heads, q queries, k keys, or a constant size. Those named by
+# a lower-case letter may have size 1 and are then broadcast.
 TENSORS = {
     "bias": "bhqk",
     "dense": "bhqk",
-    "key_mask": "bhqk",
-    "bounds": "b.",
-    "query_documents": "bq",
-    "key_documents": "bk",
-    "slopes": "bh",
+    "key_mask": "bh1k",
+    "bounds": "B8",
+    "query_documents": "bQ",
+    "key_documents": "bK",
+    "slopes": "bH",
 }
+KNOWN = frozenset(
+    (
+        *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+        "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band", "memo",
+    )
+)  # fmt: skip
 
 
-def unknown_fields(spec: Any, known: Collection[str]) -> list[str]:
-    """Return the fields that are set in a MaskSpec and are not among the known ones.
-
-    Args:
-        known: names of fields of MaskSpec.
-    """
+def unknown_fields(spec: Any) -> list[str]:
+    """Return the names of the fields that are set in a MaskSpec and are not in KNOWN."""
     defined = type(spec).__dataclass_fields__
-    if len(defined) == len(known):
+    if len(defined) == len(KNOWN):
         return []
-    others = [field for name, field in defined.items() if name not in known]
+    others = [field for name, field in defined.items() if name not in KNOWN]
     return [field.name for field in others if _is_set(getattr(spec, field.name), field.default)]
 
 
-def refuse_unknown_fields(spec: Any, known: Collection[str], what: str) -> None:
-    """Raise NotImplementedError if a MaskSpec has a field that is not among the known ones.
+def refuse_unknown_fields(spec: Any, what: str) -> None:
+    """Raise NotImplementedError if a MaskSpec has a field that is not in KNOWN.
 
     Args:
         what: what cannot be computed without the field, for the message.
     """
-    names = unknown_fields(spec, known)
+    names = unknown_fields(spec)
     if names:
         raise NotImplementedError(f"{what} does not support {', '.join(names)} of a mask")
 

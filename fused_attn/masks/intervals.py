@@ -24,12 +24,6 @@ from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec
 
 Shape = tuple[int, int, int, int]
-# The fields that `intervals_of` puts into the intervals or into `Intervals.rest`.
-_KNOWN = (
-    "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
-    "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "band_lo", "band_hi",
-    "alibi_offset", "max_seqlen_q", "max_seqlen_k", "by_query", "band",
-)  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -86,7 +80,7 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
     Raises:
         NotImplementedError: the mask has a field that is not known here.
     """
-    refuse_unknown_fields(spec, _KNOWN, "a block list")
+    refuse_unknown_fields(spec, "a block list")
     seqlen_q, seqlen_k = shape[2:]
     rows = keys = None
     position, length = torch.arange(seqlen_q, device=device)[None], seqlen_k

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,12 +63,3 @@ def materialize(
         linear = -spec.slopes[:, :, None, None].to(dtype) * (row + offset - column).abs()
         bias_ = linear if bias_ is None else bias_ + linear
     return reduced(conditions, torch.logical_and), bias_
-
-
-def of_head(spec: MaskSpec, h: int) -> MaskSpec:
-    """Return the spec restricted to head h; tensors are views, and tile summaries are dropped."""
-    own: dict[str, Any] = {}
-    for name in ("bias", "dense", "key_mask", "slopes"):
-        tensor = getattr(spec, name)
-        own[name] = tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, h : h + 1]
-    return replace(spec, bias_summary=None, dense_summary=None, **own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,44 +87,20 @@ def recall_on_tensor(
 ) -> T:
     """Call `recall` with the memo of `tensor`, which has the lifetime of the tensor.
 
-    The value must not reference `tensor`, or it would never be freed. The limit defaults to
-    _LIMIT_OF_TENSOR.
-    """
-    if is_intercepted() or not cacheable(tensors):
-        return make()
-    limit = limit or _LIMIT_OF_TENSOR
-    return recall_eager(memo_of(tensor), key, tensors, tensor.device, make, limit)
-
-
-def recall_on_spec(
-    spec: Any,
-    what: Hashable,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    make: Callable[[], T],
-    limit: int,
-) -> T:
-    """Return the cached result of make(), shared by the specs of one mask.
-
-    Args:
-        spec: a MaskSpec.
-        what: what the value depends on, other than the tensors.
-        tensors: the spec's tensors that the value is derived from; it must not hold a reference to
-            one. It is cached on the first of them, or on the spec without any.
-        device: device that uses the value.
-        limit: maximum number of values cached on a tensor.
+    A view is a new object in each call. If it is the only one of the tensors, the value is cached
+    on its base, for its address, shape and strides. The value must not reference `tensor`, or it
+    would never be freed. The limit defaults to _LIMIT_OF_TENSOR.
     """
     if is_intercepted():
         return make()
-    if not tensors:
-        memo: Memo = vars(spec).setdefault("memo", {})
-        return recall(memo, what, tensors, device, make)
-    first = tensors[0]
-    if len(tensors) > 1 or first._base is None:
-        return recall_on_tensor(first, what, tensors, make, limit)
-    # A view is a new object in each call, so address, shape and strides identify it.
-    place = (what, first.shape, first.stride(), first.data_ptr())
-    return recall_on_tensor(first._base, place, (first._base,), make, limit)
+    if len(tensors) == 1 and tensor._base is not None and cacheable((tensor,)):
+        key = (key, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
+        tensor = tensor._base
+        tensors = (tensor,)
+    if not cacheable(tensors):
+        return make()
+    limit = limit or _LIMIT_OF_TENSOR
+    return recall_eager(memo_of(tensor), key, tensors, tensor.device, make, limit)
 
 
 def memo_of(tensor: Tensor) -> Memo:

@@ -32,10 +32,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return False
     if mask.shape[0] != mask.shape[1] or not host_readable(mask):
         return False
-    # A slice is a new tensor object in each call, so its result is cached in the memo of its base.
-    owner = mask if mask._base is None else mask._base
-    where = ("causal", mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
-    return recall_on_tensor(owner, where, [owner], lambda: _compare(mask))
+    return recall_on_tensor(mask, "causal", (mask,), lambda: _compare(mask))
 
 
 def _compare(mask: Tensor) -> bool:

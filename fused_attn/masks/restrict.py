@@ -13,12 +13,6 @@ from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 
-# Every field that the functions of this file treat as its dimensions demand.
-_KNOWN = (
-    *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
-)  # fmt: skip
-
 
 def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
     """Return the mask of some of the heads.
@@ -27,7 +21,7 @@ def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
         spec: the mask of all heads.
         heads: a slice of the query heads, with a step of 1.
     """
-    refuse_unknown_fields(spec, _KNOWN, "a part of the heads")
+    refuse_unknown_fields(spec, "a part of the heads")
     return replace(spec, **_cut_all(spec, h=heads), bias_summary=None, dense_summary=None)
 
 
@@ -38,12 +32,10 @@ def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
         spec: the mask of all sequences, which are not packed.
         sequences: a slice of the batch, with a step of 1.
     """
-    refuse_unknown_fields(spec, _KNOWN, "a part of the sequences")
-    tensors = _cut_all(spec, b=sequences)
-    # Bounds have a row for each sequence, also if there is only one. `band` describes the lengths
-    # of all sequences.
-    tensors["bounds"] = spec.bounds if spec.bounds is None else spec.bounds[sequences]
-    return replace(spec, **tensors, bias_summary=None, dense_summary=None, band=None)
+    refuse_unknown_fields(spec, "a part of the sequences")
+    # `band` describes the lengths of all sequences.
+    cut = _cut_all(spec, b=sequences)
+    return replace(spec, **cut, bias_summary=None, dense_summary=None, band=None)
 
 
 def of_positions(
@@ -60,18 +52,18 @@ def of_positions(
         queries, keys: consecutive positions. For packed sequences, positions in the sequence.
         sequence: index of the sequence if sequences are packed, else None.
     """
-    refuse_unknown_fields(spec, _KNOWN, "a part of the positions")
+    refuse_unknown_fields(spec, "a part of the positions")
     own = slice(None) if sequence is None else slice(sequence, sequence + 1)
     tensors = _cut_all(
         spec, b=own, q=slice(queries.start, queries.stop), k=slice(keys.start, keys.stop)
     )
-    bounds = spec.bounds if spec.bounds is None else spec.bounds[own]
     offset = queries.start - keys.start
-    cut = MaskSpec(**tensors | {"bounds": None})
-    if bounds is None:
+    if spec.bounds is None:
         lo, hi = _shifted(spec.band_lo, spec.band_hi, offset)
-        return replace(cut, band_lo=lo, band_hi=hi, alibi_offset=spec.alibi_offset + offset)
-    return replace(cut, bounds=_shifted_bounds(bounds, queries, keys), by_query=spec.by_query)
+        alibi_offset = spec.alibi_offset + offset
+        return MaskSpec(**tensors, band_lo=lo, band_hi=hi, alibi_offset=alibi_offset)
+    tensors["bounds"] = _shifted_bounds(tensors["bounds"], queries, keys)
+    return MaskSpec(**tensors, by_query=spec.by_query)
 
 
 def without_first_keys(
@@ -115,18 +107,13 @@ def _cut_all(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
     tensors = {}
     for name, letters in TENSORS.items():
         tensor = getattr(spec, name)
-        for letter, part in parts.items():
-            if letter in letters:
-                tensor = _cut(tensor, letters.index(letter), part)
+        for dim, letter in enumerate(letters):
+            part = parts.get(letter.lower())
+            if part is None or tensor is None or (letter.islower() and tensor.shape[dim] == 1):
+                continue
+            tensor = tensor[(slice(None),) * dim + (part,)]
         tensors[name] = tensor
     return tensors
-
-
-def _cut(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
-    """Return a part of a tensor in one dimension; broadcast dimensions (size 1) are not cut."""
-    if tensor is None or tensor.shape[dim] == 1:
-        return tensor
-    return tensor[(slice(None),) * dim + (part,)]
 
 
 def _shifted(lo: int, hi: int, offset: int) -> tuple[int, int]:

@@ -18,8 +18,9 @@ from fused_attn.base.flat import HOST, Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
 from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.band import Band, band_with_lengths
+from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.mask import UNLIMITED, Mask
-from fused_attn.masks.memo import cacheable, recall, recall_eager
+from fused_attn.masks.memo import Memo, cacheable, recall, recall_eager
 
 # Columns of `MaskSpec.bounds`. The order must match the C++ struct SequenceBounds (csrc/params.h).
 BOUNDS = (
@@ -32,6 +33,8 @@ BOUNDS = (
     "prefix_end",
     "alibi_offset",
 )
+
+_TABLES = (*(n for n, dims in TENSORS.items() if len(dims) == 2), "cu_seqlens_q", "cu_seqlens_k")
 
 
 @flattens
@@ -65,6 +68,7 @@ class MaskSpec(Flat):
             then need no query dimension.
         band: what `bounds` was computed from, as far as the host knows it; see masks/band.py. It is
             not an argument of the ops.
+        memo: cache of values derived from this spec, see `own_memo`; not an argument of the ops.
     """
 
     bias: Tensor | None = None
@@ -85,6 +89,7 @@ class MaskSpec(Flat):
     max_seqlen_k: int = 0
     by_query: bool = True
     band: Band | None = field(default=None, metadata=HOST)
+    memo: Memo | None = field(default=None, init=False, repr=False, metadata=HOST)
 
     @property
     def kind(self) -> str:
@@ -122,15 +127,23 @@ class MaskSpec(Flat):
         return None if self.bias is None else self.bias.dtype
 
     def kernel_layout(self) -> MaskSpec:
-        """Return this spec with contiguous index tensors, as kernels require."""
-        if self.bounds is None and self.query_documents is None and self.cu_seqlens_q is None:
+        """Return this spec with contiguous tables, as kernels require."""
+        if self.bounds is self.query_documents is self.slopes is self.cu_seqlens_q is None:
             return self
-        names = ("bounds", "query_documents", "key_documents", "cu_seqlens_q", "cu_seqlens_k")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in _TABLES}
         apart = {
             n: t.contiguous() for n, t in tensors.items() if t is not None and not t.is_contiguous()
         }
         return replace(self, **apart) if apart else self
+
+    def own_memo(self) -> Memo:
+        """Return the cache of values derived from this spec; copies of the spec have their own."""
+        if self.memo is None:
+            memo: Memo = {}
+            if torch.compiler.is_compiling():
+                return memo
+            self.memo = memo
+        return self.memo
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
         """Return (batch, seqlen_q, seqlen_k).

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
+from fused_attn.base.torch_state import host_readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.memo import recall, recall_on_spec, recall_on_tensor
+from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
@@ -87,9 +87,13 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     mask_tensor = _tensor_of(spec)
     if mask_tensor is not None and len(tensors) == 1:
         return _of_tensor(mask_tensor, what, lambda: spec, shape, query)
-    return recall_on_spec(
-        spec, what, tensors, query.device, lambda: _arguments(spec, shape, query), _MAX_CACHED
-    )
+
+    def compute() -> TorchArguments:
+        return _arguments(spec, shape, query)
+
+    if tensors:
+        return recall_on_tensor(tensors[0], what, tensors, compute, _MAX_CACHED)
+    return recall(spec.own_memo(), what, tensors, query.device, compute)
 
 
 def _of_tensor(
@@ -97,9 +101,8 @@ def _of_tensor(
 ) -> TorchArguments:
     """Return torch's arguments for a mask that is a single tensor, cached on the caller's tensor.
 
-    A view is a new object in each call, so the cache key is its address, shape and strides, in the
-    memo of its base. A cached value must not reference the tensor, so None is cached if torch
-    accepts the tensor unchanged.
+    A cached value must not reference the tensor, so None is cached if torch accepts the tensor
+    unchanged.
     """
 
     def compute() -> TorchArguments | None:
@@ -107,12 +110,7 @@ def _of_tensor(
         arguments = _arguments(of, shape, query)
         return None if arguments.attn_mask is _tensor_of(of) else arguments
 
-    if tensor.requires_grad or not plain_eager(tensor):
-        cached = compute()
-    else:
-        owner = tensor if tensor._base is None else tensor._base
-        place = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
-        cached = recall_on_tensor(owner, place, (owner,), compute, _MAX_CACHED)
+    cached = recall_on_tensor(tensor, what, (tensor,), compute, _MAX_CACHED)
     if cached is not None:
         return cached
     # torch's fused kernels accept only 2-D and 4-D masks.

@@ -29,7 +29,7 @@ from fused_attn.call.calls import (
 )
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_length
-from fused_attn.masks.spec import BOUNDS
+from fused_attn.masks.fields import TENSORS
 from fused_attn.ops import decompositions, flops, seeds
 
 # ---- entry points -------------------------------------------------------------------------------
@@ -245,23 +245,17 @@ def _check_attention(call: AttentionCall) -> None:
         check_cu_seqlens("cu_seqlens_k", spec.cu_seqlens_k, seqlen_k, key.shape[2])
         if spec.cu_seqlens_k.shape[0] != batch + 1:
             raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
-    full = (batch, num_heads, seqlen_q, seqlen_k)
-    for name, shape, broadcast in (  # the first `broadcast` dimensions may have size 1
-        ("bias", full, 4),
-        ("dense", full, 4),
-        ("key_mask", (batch, num_heads, 1, seqlen_k), 4),
-        ("bounds", (batch, len(BOUNDS)), 0),
-        ("query_documents", (batch, seqlen_q), 1),
-        ("key_documents", (batch, seqlen_k), 1),
-        ("slopes", (batch, num_heads), 1),
-    ):
+    sizes: dict[str, Any] = {"b": batch, "h": num_heads, "q": seqlen_q, "k": seqlen_k}
+    for name, dims in TENSORS.items():
         tensor = getattr(spec, name)
-        if tensor is not None and (
-            tensor.dim() != len(shape)
-            or tuple(tensor.shape[broadcast:]) != shape[broadcast:]
-            or any(tensor.shape[i] not in (1, shape[i]) for i in range(broadcast))
+        if tensor is None:
+            continue
+        shape = [int(d) if d.isdigit() else sizes[d.lower()] for d in dims]
+        if tensor.dim() != len(shape) or any(
+            have != want and not (have == 1 and dim.islower())
+            for have, want, dim in zip(tensor.shape, shape, dims, strict=True)
         ):
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     _check_dropout(call)
 
 

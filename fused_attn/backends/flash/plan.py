@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_attn.masks.band import Band
 from fused_attn.masks.mask import UNLIMITED
-from fused_attn.masks.memo import recall_on_spec
+from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 
 _CACHED = 8  # shapes cached for a mask; the values are small
@@ -139,7 +139,9 @@ def layout_of(spec: MaskSpec, plan: Plan, sizes: tuple[int, int, int], query: Te
         return _of_bounds(spec, plan, seqlen_q, seqlen_k)
 
     what = ("flash", sizes, plan.square, device)
-    return recall_on_spec(spec, what, tensors, device, make, _CACHED)
+    if tensors:
+        return recall_on_tensor(tensors[0], what, tensors, make, _CACHED)
+    return recall(spec.own_memo(), what, tensors, device, make)
 
 
 def _of_bounds(spec: MaskSpec, plan: Plan, seqlen_q: int, seqlen_k: int) -> Layout:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import is_intercepted
 from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.intervals import (
@@ -22,7 +21,7 @@ from fused_attn.masks.intervals import (
     intervals_of,
     unmasked_keys,
 )
-from fused_attn.masks.memo import Memo, recall, recall_on_spec
+from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec
 
 BlockSize = tuple[int, int]
@@ -105,13 +104,10 @@ def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, P
 
     A Mask keeps its MaskSpec, so the layers of a model share the operands.
     """
-    if is_intercepted():
-        return _operands(call, block_size)
     spec, key = call.mask, call.key
-    memo: Memo = vars(spec).setdefault("memo", {})
     what = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])
     tensors = [t for t in spec.tensors() if t is not None]
-    return recall(memo, what, tensors, key.device, lambda: _operands(call, block_size))
+    return recall(spec.own_memo(), what, tensors, key.device, lambda: _operands(call, block_size))
 
 
 def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
@@ -143,7 +139,8 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
     return Operands(lists=lists, unmasked=unmasked, **found), pattern
 
 
-_LETTERS = {**TENSORS, "begin": "bq", "end": "bq", "diagonal": "bq"}
+_LETTERS = {name: dims.lower() for name, dims in TENSORS.items()}
+_LETTERS |= dict.fromkeys(("begin", "end", "diagonal"), "bq")
 
 
 def dimensions(pattern: Pattern, operands: Operands) -> list[tuple[Tensor, str]]:
@@ -183,7 +180,7 @@ def _structure_of(spec: MaskSpec, call: AttentionCall, block_size: BlockSize) ->
 
     tensors = [t for t in spec.tensors() if t is not None]
     what = ("flex", device, block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
-    return recall_on_spec(spec, what, tensors, device, make, _CACHED)
+    return recall_on_tensor(tensors[0], what, tensors, make, _CACHED) if tensors else make()
 
 
 def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:

@@ -31,7 +31,6 @@ class MaskArgs(NamedTuple):
     key_mask: Any  # uint8 (batch, num_heads, 1, seqlen_k)
     key_mask_stride_b: int
     key_mask_stride_h: int
-    key_mask_stride_q: int
     key_mask_stride_k: int
     words: Any  # int64 (batch, num_heads, words, seqlen_q), see `tiles.pack_words_kernel`
     words_stride_b: int

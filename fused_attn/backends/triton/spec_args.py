@@ -15,10 +15,6 @@ from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.spec import MaskSpec
 
 _CONTIGUOUS_ROWS = ("query_documents", "key_documents")
-_KNOWN = (
-    *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
-)  # fmt: skip
 
 
 def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
@@ -27,7 +23,7 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
     Args:
         words: the dense mask as bits; kernels that classify tiles do without.
     """
-    refuse_unknown_fields(spec, _KNOWN, "triton")
+    refuse_unknown_fields(spec, "triton")
     if words is None and all(getattr(spec, name) is None for name in TENSORS):
         return NoMask()
     fields: dict[str, Any] = {}
@@ -43,7 +39,9 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
             fields[name] = None if tensor is None else tensor.contiguous()
             continue
         fields[name] = tensor
-        for d, dimension in enumerate(dimensions):
+        for d, dimension in enumerate(dimensions.lower()):
+            if dimension == "1":
+                continue
             stride = 0 if tensor is None or tensor.shape[d] == 1 else tensor.stride(d)
             fields[f"{name}_stride_{dimension}"] = stride
     strides = (0, 0, 0) if words is None else words.stride()

@@ -26,8 +26,8 @@ from fused_attn.distributed.dtensors import head_sharding
 from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
+from fused_attn.masks.materialize import sizes_of
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.masks.visible_keys import heads_of
 from fused_attn.ops.seeds import new_seed
 
 Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
@@ -107,7 +107,7 @@ def context_parallel(
     length = _length(buffers, buffer_seq_dims)
     if load_balancer == "balanced":
         batch = buffers[0].shape[0] if buffer_seq_dims[0] % buffers[0].dim() else 1
-        heads = heads_of(given)
+        heads = 1 if given is None else sizes_of(given)[1]
         load_balancer = balanced(given, length, size_of(groups), batch=batch, num_heads=heads)
     sharding = _sharding(load_balancer, length, groups)
     shards = context_parallel_shard(mesh, buffers, buffer_seq_dims, load_balancer=sharding)

@@ -332,13 +332,8 @@ def unmasked_keys(intervals: Intervals, num_heads_kv: int) -> Tensor:
         bool (1 or batch, 1 or num_heads_kv, seqlen_k), True = visible.
     """
     begin, end = intervals.begin, intervals.end
-    changes = torch.zeros(
-        begin.shape[0], intervals.seqlen_k + 1, dtype=torch.int32, device=begin.device
-    )
-    one = torch.ones_like(begin)
-    changes.scatter_add_(1, begin.long(), one)
-    changes.scatter_add_(1, end.long(), -one)
-    seen = (changes.cumsum(-1)[:, :-1] > 0)[:, None]
+    all_queries = max(begin.shape[1], 1)
+    seen = _rows_covering(begin, end, all_queries, intervals.seqlen_k) > 0
     rest = intervals.rest
     for tensor in (rest.key_mask, None if intervals.rows is not None else rest.dense):
         if tensor is not None:

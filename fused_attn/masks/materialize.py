@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.masks.mask import UNLIMITED
+from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.spec import BOUNDS, MaskSpec, reduced
 
 
@@ -63,3 +63,18 @@ def materialize(
         linear = -spec.slopes[:, :, None, None].to(dtype) * (row + offset - column).abs()
         bias_ = linear if bias_ is None else bias_ + linear
     return reduced(conditions, torch.logical_and), bias_
+
+
+def sizes_of(mask: Mask) -> tuple[int, int]:
+    """Return the batch size and the number of heads of the mask's tensors; 1 if broadcast."""
+    batch, heads = [1], [1]
+    batch += [len(p.key_lengths) for p in mask.paddings] + [len(p) for p in mask.prefixes]
+    for pair in mask.document_pairs:
+        batch += [len(ids) for ids in (pair.query_ids, pair.key_ids) if ids.dim() == 2]
+    for tensor in (*mask.dense_masks, *mask.biases):
+        batch += list(tensor.shape[-4:-3]) if tensor.dim() > 3 else []
+        heads += list(tensor.shape[-3:-2]) if tensor.dim() > 2 else []
+    for alibi in mask.slopes:
+        batch += list(alibi.slopes.shape[:-1])
+        heads.append(alibi.slopes.shape[-1])
+    return max(batch), max(heads)

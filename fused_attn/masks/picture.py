@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.masks.mask import Mask
-from fused_attn.masks.materialize import materialize
+from fused_attn.masks.materialize import materialize, sizes_of
 from fused_attn.masks.spec import normalize
 
 # Colours of skipped tiles, of masked positions in partial tiles, of visible positions with the
@@ -35,7 +35,7 @@ def dense_head_mask(
     mask: Mask, seqlen_q: int, seqlen_k: int, sequence: int, head: int, tile: tuple[int, int]
 ) -> DenseHeadMask:
     """Compute the dense mask of one head of one sequence, on the CPU."""
-    batch, num_heads = _sizes(mask)
+    batch, num_heads = sizes_of(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
     cpu = torch.device("cpu")
     spec = normalize(mask.to(cpu), *sizes, torch.empty(0))
@@ -94,21 +94,6 @@ def plot(
 
 
 Mask._draw = plot
-
-
-def _sizes(mask: Mask) -> tuple[int, int]:
-    """Return the batch size and the number of heads of the mask's tensors; 1 if broadcast."""
-    batch, heads = [1], [1]
-    batch += [len(p.key_lengths) for p in mask.paddings] + [len(p) for p in mask.prefixes]
-    for pair in mask.document_pairs:
-        batch += [len(ids) for ids in (pair.query_ids, pair.key_ids) if ids.dim() == 2]
-    for tensor in (*mask.dense_masks, *mask.biases):
-        batch += list(tensor.shape[-4:-3]) if tensor.dim() > 3 else []
-        heads += list(tensor.shape[-3:-2]) if tensor.dim() > 2 else []
-    for alibi in mask.slopes:
-        batch += list(alibi.slopes.shape[:-1])
-        heads.append(alibi.slopes.shape[-1])
-    return max(batch), max(heads)
 
 
 def _kinds(visible: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -6,6 +6,7 @@ of bounds for each sequence, document ids, dense tensors and ALiBi slopes.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,18 +217,12 @@ def spec_of(
         return None
     if attn_mask.device != query.device or attn_mask.is_neg():
         return None
-    if not savable(attn_mask) or attn_mask.dim() > 4:
+    if not savable(attn_mask):
         return None
-    if attn_mask.dim() < 4:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    sizes = zip(attn_mask.shape, shape, attn_mask.stride(), strict=True)
-    for dim, (have, want, stride) in enumerate(sizes):
-        if have == 1:
-            continue
-        if have != want or (stride == 0 and attn_mask.requires_grad):
-            return None
-        if stride == 0:
-            attn_mask = attn_mask.narrow(dim, 0, 1)
+    try:
+        attn_mask = _as_4d("attn_mask", attn_mask, shape)
+    except ValueError:
+        return None
     dtype = attn_mask.dtype
     if dtype == torch.bool:
         by_key = attn_mask.shape[2] == 1
@@ -498,7 +493,4 @@ def _maximum(a: Any, b: Any) -> Any:
 
 def reduced(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """Reduce the tensors to one with a binary function; return None for an empty list."""
-    total = None
-    for tensor in tensors:
-        total = tensor if total is None else combine(total, tensor)
-    return total
+    return functools.reduce(combine, tensors) if tensors else None

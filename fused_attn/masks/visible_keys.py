@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fused_attn.masks.intervals import Intervals, Shape, intervals_of
-from fused_attn.masks.mask import Mask
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -25,7 +24,8 @@ class VisibleKeys:
     """
 
     def __init__(self, spec: MaskSpec, shape: Shape) -> None:
-        spec = on_host(spec)
+        spec = replace(spec, bias=None, bias_summary=None, dense_summary=None)
+        spec = spec.with_tensors([None if t is None else t.detach().cpu() for t in spec.tensors()])
         self._intervals: Intervals = intervals_of(spec, shape, torch.device("cpu"))
         self._begin: Any = self._intervals.begin.numpy()
         self._end: Any = self._intervals.end.numpy()
@@ -101,42 +101,17 @@ class VisibleKeys:
             own = rest.dense if rest.dense.shape[2] == 1 else rest.dense[:, :, rows]
             visible &= _any_of_key(own, columns)
         if rest.query_documents is not None and rest.key_documents is not None:
-            pairs = zip(*torch.broadcast_tensors(*_first_dims(rest)), strict=True)
-            seen = torch.zeros_like(visible)
-            for of_query, of_key in pairs:
-                ids = rest.query_documents[of_query, rows]
-                seen |= torch.isin(rest.key_documents[of_key, columns], ids)
-            visible &= seen
+            of_queries, of_keys = rest.query_documents[:, rows], rest.key_documents[:, columns]
+            batch = max(len(of_queries), len(of_keys))
+            pairs = zip(of_keys.expand(batch, -1), of_queries.expand(batch, -1), strict=True)
+            visible &= torch.stack([torch.isin(*pair) for pair in pairs]).any(0)
         at = visible.nonzero()
         if at.numel() == 0:
             return None
         return range(keys.start + int(at[0]), keys.start + int(at[-1]) + 1)
 
 
-def _first_dims(rest: MaskSpec) -> tuple[Tensor, Tensor]:
-    """Return the batch indices of query_documents and key_documents, to be broadcast."""
-    assert rest.query_documents is not None
-    assert rest.key_documents is not None
-    return torch.arange(len(rest.query_documents)), torch.arange(len(rest.key_documents))
-
-
 def _any_of_key(mask: Tensor, keys: slice) -> Tensor:
     """Return for each key if any batch element, head and query of a 4-D bool mask sees it."""
     mask = mask if mask.shape[3] == 1 else mask[..., keys]
     return mask.any(0).any(0).any(0)
-
-
-def heads_of(mask: Mask | None) -> int:
-    """Return the number of heads that a mask is for; 1 if it is the same for all heads."""
-    if mask is None:
-        return 1
-    tensors = [t for t in (*mask.dense_masks, *mask.biases) if t.dim() > 2]
-    sizes = [t.shape[-3] for t in tensors] + [alibi.slopes.shape[-1] for alibi in mask.slopes]
-    return max(sizes, default=1)
-
-
-def on_host(spec: MaskSpec) -> MaskSpec:
-    """Return the spec with all tensors on the CPU, without the bias and the summaries."""
-    rest = replace(spec, bias=None, bias_summary=None, dense_summary=None)
-    tensors = [None if t is None else t.detach().cpu() for t in rest.tensors()]
-    return rest.with_tensors(tensors)

@@ -14,10 +14,10 @@ from fused_attn import masks
 from fused_attn.distributed import Sharding
 from fused_attn.distributed.plan import pieces_of, plan_of
 from fused_attn.masks.intervals import intervals_of
-from fused_attn.masks.materialize import materialize
+from fused_attn.masks.materialize import materialize, sizes_of
 from fused_attn.masks.restrict import of_heads, of_positions, split_at_overlap, without_first_keys
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.masks.visible_keys import VisibleKeys, heads_of
+from fused_attn.masks.visible_keys import VisibleKeys
 
 CPU = torch.device("cpu")
 
@@ -219,7 +219,8 @@ def test_prefix_with_dropout_needs_runs_at_multiples_of_8():
                 plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
 
 
-def test_number_of_heads_of_a_mask():
-    assert heads_of(None) == heads_of(masks.causal()) == 1
-    assert heads_of(masks.alibi(torch.rand(6)) & masks.causal()) == 6
-    assert heads_of(masks.dense(torch.ones(4, 9, 9).bool()) & masks.bias(torch.zeros(9, 9))) == 4
+def test_sizes_of_a_mask():
+    assert sizes_of(masks.causal()) == (1, 1)
+    assert sizes_of(masks.alibi(torch.rand(6)) & masks.padding([3, 2])) == (2, 6)
+    dense = masks.dense(torch.ones(4, 9, 9).bool())
+    assert sizes_of(dense & masks.bias(torch.zeros(9, 9))) == (1, 4)

@@ -84,11 +84,6 @@ class Setting:
         """Return the bytes/s of each direction of a link."""
         return (self.nvlink if ranks <= self.node else self.infiniband) * 1e9
 
-    def key_cost(self, ranks: int) -> float:
-        """Return the time to receive a key and its value in the forward, in visible pairs."""
-        seconds = self.bytes_of_row(self.itemsize) / self.link(ranks)
-        return seconds / self.seconds_of_pair("forward")
-
     def seconds_of_pair(self, name: str) -> float:
         """Return the time of a visible pair: 2 products forward, 5 backward, 2 FLOPs each."""
         products = {"forward": 2, "backward": 5}[name]
@@ -285,9 +280,6 @@ def shardings(
         "contiguous": Sharding.contiguous,
         "zigzag": Sharding.zigzag,
         "balanced": lambda length, ranks: balanced_sharding(mask, length, ranks),
-        "by time": lambda length, ranks: balanced_sharding(
-            mask, length, ranks, key_cost=setting.key_cost(ranks)
-        ),
     }
     for name, make in makers.items():
         begin = time.perf_counter()

@@ -6,15 +6,15 @@ of one rank is an error on all ranks of the group, and no rank waits for another
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_attn.distributed.ranks import Ranks
+from fused_attn.base.torch_state import needs_grad
+from fused_attn.distributed.ranks import Ranks, gather_on_mesh
 
+SIZE = 24  # number of integers in a message
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # in messages: the index
 
 
@@ -31,7 +31,8 @@ def agreed(
         groups: the ranks of each dimension of the mesh.
         shared: named integers that must be equal on all ranks.
         own: named integers that may differ. All ranks must use the same names.
-        error: the error of this rank in preparing the call, or None. The values are then ignored.
+        error: the error of this rank in preparing the call, or None. With an error, the values are
+            not read and may be missing.
         device: device of the call.
 
     Raises:
@@ -39,14 +40,7 @@ def agreed(
         Exception: error, if it is not None.
     """
     message = [int(error is not None), *shared.values(), *own.values()]
-    rows = [message]
-    for ranks in reversed(groups):
-        gathered = ranks.gather(list(itertools.chain(*rows)), device)
-        rows = [
-            row[first : first + len(message)]
-            for row in gathered
-            for first in range(0, len(row), len(message))
-        ]
+    rows = gather_on_mesh(groups, message + [0] * (SIZE - len(message)), device)
     if error is not None:
         raise error
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
@@ -59,7 +53,7 @@ def agreed(
                 f"{name} must be the same on all {len(rows)} ranks, got {_listed(name, values)}"
             )
     first = 1 + len(shared)
-    return [dict(zip(own, row[first:], strict=True)) for row in rows]
+    return [dict(zip(own, row[first:], strict=False)) for row in rows]
 
 
 def _listed(name: str, values: list[int]) -> str:
@@ -69,11 +63,6 @@ def _listed(name: str, values: list[int]) -> str:
     return "different ones" if hashed else ", ".join(map(str, values))
 
 
-def flags(*conditions: Any) -> int:
-    """Return conditions as the bits of an integer."""
-    return sum(1 << i for i, condition in enumerate(conditions) if condition)
-
-
 def learned(*tensors: Tensor) -> int:
-    """Return which tensors need a gradient, as `flags`."""
-    return flags(*(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors))
+    """Return which tensors need a gradient, as the bits of an integer."""
+    return sum(needs_grad(tensor) << i for i, tensor in enumerate(tensors))

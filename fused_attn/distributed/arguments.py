@@ -14,7 +14,7 @@ from fused_attn.base.shapes import canonical
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import DTYPES, agreed, learned
-from fused_attn.distributed.ranks import Ranks, index_of, size_of
+from fused_attn.distributed.ranks import Ranks, gather_on_mesh, index_of, size_of
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.checksum import checksum
@@ -138,7 +138,12 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
         local = None if error is not None else _local(call, groups)
     except (ValueError, TypeError) as raised:
         error = raised
-    shared, own = _message(call, local)
+    shared = own = {}
+    if local is not None:
+        shared = _shared(call, local)
+        names = "query", "key", "runs of query", "runs of key"  # rows and runs
+        sizes = local.query.shape[2], local.key.shape[2], *map(len, local.runs)
+        own = dict(zip(names, sizes, strict=True))
     of_ranks = agreed(groups, shared, own, error, call.query.device)
     assert local is not None
     query, key = local.query, local.key
@@ -206,45 +211,29 @@ def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -
         )
 
 
-def _message(call: Arguments, local: _Local | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the values that all ranks must share, and those of this rank.
-
-    The names are constant. Without `local`, all values are 0.
-    """
-    shared = dict.fromkeys(_SHARED, 0)
-    own = dict.fromkeys(_OWN, 0)
-    if local is None:
-        return shared, own
+def _shared(call: Arguments, local: _Local) -> dict[str, int]:
+    """Return the values that must be equal on all ranks."""
     query, key, value, options = local.query, local.key, local.value, local.options
-    seed = call.options.seed
-    values = (
-        query.shape[0],
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        value.shape[3],
-        DTYPES.index(query.dtype),
-        hash((options.scale, options.softcap, options.dropout_p)),
-        (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
-        _METHODS.index(call.method),
-        hash(call.heads or (0, 0)),
-        learned(query, key, value),
-        checksum(local.mask, call.cu_seqlens),
-        *(_kind(p) for p in local.positions),
-        *(hash(p) if isinstance(p, Sharding) else 0 for p in local.positions),
-    )
-    return dict(zip(_SHARED, values, strict=True)), dict(
-        zip(_OWN, (query.shape[2], key.shape[2], *map(len, local.runs)), strict=True)
-    )
-
-
-_SHARED = (
-    "batch", "num_heads", "num_heads_kv", "head_dim", "head_dim_v", "dtype",
-    "scale, softcap and dropout_p", "seed", "method", "heads of the complete call",
-    "which of query, key and value require grad", "attn_mask",
-    "the kind of positions", "the kind of positions of keys", "positions", "positions of keys",
-)  # fmt: skip
-_OWN = ("query", "key", "runs of query", "runs of key")  # rows of query and key
+    seed, positions = call.options.seed, local.positions
+    of_positions = [hash(p) if isinstance(p, Sharding) else 0 for p in positions]
+    return {
+        "batch": query.shape[0],
+        "num_heads": query.shape[1],
+        "num_heads_kv": key.shape[1],
+        "head_dim": query.shape[3],
+        "head_dim_v": value.shape[3],
+        "dtype": DTYPES.index(query.dtype),
+        "scale, softcap and dropout_p": hash((options.scale, options.softcap, options.dropout_p)),
+        "seed": (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
+        "method": _METHODS.index(call.method),
+        "heads of the complete call": hash(call.heads or (0, 0)),
+        "which of query, key and value require grad": learned(query, key, value),
+        "attn_mask": checksum(local.mask, call.cu_seqlens),
+        "the kind of positions": _kind(positions[0]),
+        "the kind of positions of keys": _kind(positions[1]),
+        "positions": of_positions[0],
+        "positions of keys": of_positions[1],
+    }
 
 
 def _kind(positions: Positions) -> int:
@@ -261,12 +250,9 @@ def _sharding(
         return positions
     if positions is None:
         return Sharding.of_lengths([rank[name] for rank in of_ranks])
-    most = max(rank[f"runs of {name}"] for rank in of_ranks)
+    most = max(1, *(rank[f"runs of {name}"] for rank in of_ranks))
     table = [n for run in local.runs[which] for n in (run.start, run.stop)]
-    rows = [table + [0] * (2 * most - len(table))]
-    for ranks in reversed(groups):
-        gathered = ranks.gather(list(itertools.chain(*rows)), local.query.device)
-        rows = [row[i : i + 2 * most] for row in gathered for i in range(0, len(row), 2 * most)]
+    rows = gather_on_mesh(groups, table + [0] * (2 * most - len(table)), local.query.device)
     return Sharding(
         [[range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)] for row in rows]
     )

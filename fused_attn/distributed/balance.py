@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.philox import DECISIONS
-from fused_attn.distributed.plan import union
 from fused_attn.distributed.sharding import MAX_RUNS, Sharding
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.spec import MaskSpec, normalize
@@ -36,7 +35,6 @@ SLACK = 0.5
 LOCALITY = 3.0  # cost of a chunk of keys to receive, in the mean work of a chunk of queries
 RECEIVING = 0.1  # the same cost during exchanges, where balance matters more
 COLDEST = 8  # number of ranks that are considered for an exchange
-LIMITS = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the ratio, with fewer exchanges than for GOOD
 EXCHANGES = 8  # limit, per rank; about 4 are needed
 
 
@@ -50,7 +48,6 @@ def balanced(
     batch: int = 1,
     num_heads: int = 1,
     chunk_size: int | None = None,
-    key_cost: float = 0.0,
 ) -> Sharding:
     """Return a Sharding in which each rank has about the same number of visible keys to compute.
 
@@ -77,11 +74,6 @@ def balanced(
         num_heads: number of heads that the mask describes.
         chunk_size: number of positions of a chunk; chunks are then dealt in every case. None means
             that it is chosen.
-        key_cost: time to receive or send a key and its value, divided by the time of one visible
-            pair of a query and a key, both of all heads. If it is positive, the sharding with the
-            shortest estimated time is returned, although its work may be less balanced; this takes
-            several times as long. At 50 GB/s and 400 TFLOP/s, key_cost is 2000 for 8 KV heads and
-            32 query heads in 16 bits.
 
     Raises:
         ValueError: a number is too small, the mask does not fit the length, or chunk_size leads
@@ -96,8 +88,6 @@ def balanced(
     for name, value, least in (("length", length, 0), ("ranks", ranks, 1), ("batch", batch, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    if not key_cost >= 0:
-        raise ValueError(f"key_cost must be at least 0, got {key_cost}")
     least = max(-(-length // (MAX_RUNS * ranks)), 1)
     if chunk_size is not None and chunk_size < least:
         raise ValueError(f"chunk_size must be at least {least} (MAX_RUNS), got {chunk_size}")
@@ -109,11 +99,6 @@ def balanced(
     work = visible.work
     if chunk_size is not None:
         return _dealt(visible, work, ranks, chunk_size)
-    if key_cost > 0:
-        found = [sharding for sharding, _ in _candidates(visible, work, ranks)]
-        size = _chunk_size(length, ranks, CHUNKS_PER_RANK[0])
-        found += [_dealt(visible, work, ranks, size, limit) for limit in LIMITS]
-        return min(found, key=lambda sharding: _cost(visible, work, sharding, key_cost))
     best, least_ratio = Sharding.contiguous(length, ranks), float("inf")
     for sharding, undealt in _candidates(visible, work, ranks):
         ratio = imbalance(work, sharding)
@@ -139,33 +124,6 @@ def imbalance(work: Tensor, sharding: Sharding) -> float:
     of_ranks = work_of_ranks(work, sharding)
     total = int(of_ranks.sum())
     return int(of_ranks.max()) * sharding.ranks / total if total else 1.0
-
-
-def keys_exchanged(visible: VisibleKeys, sharding: Sharding) -> Tensor:
-    """Return the numbers of keys that each rank receives and sends, int64 (2, ranks)."""
-    runs = sorted((run.start, rank) for rank, own in enumerate(sharding.runs) for run in own)
-    begin, end = visible.ranges(np.array([start for start, _ in runs], np.int64))
-    ranges: list[list[range]] = [list(own) for own in sharding.runs]
-    for (_, rank), first, last in zip(runs, begin.tolist(), end.tolist(), strict=True):
-        ranges[rank].append(range(first, last))
-    holders = np.zeros(sharding.length + 1, np.int64)  # changes of the number of ranks with a key
-    received = []
-    for rank, own in enumerate(ranges):
-        held = union(own)
-        np.add.at(holders, [part.start for part in held], 1)
-        np.add.at(holders, [part.stop for part in held], -1)
-        received.append(sum(map(len, held)) - sharding.rows(rank))
-    receivers = torch.from_numpy(holders.cumsum()[:-1] - 1)
-    return torch.stack([torch.tensor(received), work_of_ranks(receivers, sharding)])
-
-
-def _cost(visible: VisibleKeys, work: Tensor, sharding: Sharding, key_cost: float) -> float:
-    """Return the estimated time of the slowest rank, in units of the time of a visible pair.
-
-    Compute and transfers are added up, as ranks that wait for each other hide little.
-    """
-    keys = keys_exchanged(visible, sharding).amax(0).double()
-    return float((work_of_ranks(work, sharding) + key_cost * keys).max())
 
 
 def _spec(
@@ -239,15 +197,8 @@ class _Deal:
     load: Any
 
 
-def _dealt(
-    visible: VisibleKeys, work: Tensor, ranks: int, size: int, limit: float | None = None
-) -> Sharding:
-    """Return the Sharding of chunks of a size, dealt by their work.
-
-    Args:
-        limit: begin with consecutive chunks, and exchange them until the ratio of the largest work
-            to the mean is below this limit. None means that chunks are dealt.
-    """
+def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:
+    """Return the Sharding of chunks of a size, dealt by their work."""
     length = len(work)
     firsts = np.arange(0, length, size)
     begin, end = visible.ranges(firsts)
@@ -262,13 +213,8 @@ def _dealt(
         load=np.zeros(ranks, np.int64),
     )
     fixed = count - 1 if length % size else None
-    if limit is None:
-        _assign(deal, fixed)
-    else:
-        for rank, last in enumerate(room.cumsum().tolist()):
-            deal.held[rank, : room[rank]] = np.arange(last - room[rank], last)
-        deal.load[:] = np.where(deal.held >= 0, deal.work[deal.held], 0).sum(1)
-    _exchange(deal, fixed, GOOD if limit is None else limit)
+    _assign(deal, fixed)
+    _exchange(deal, fixed)
     chunks = [np.sort(own[own >= 0]).tolist() for own in deal.held]
     return Sharding([[range(c * size, min((c + 1) * size, length)) for c in own] for own in chunks])
 
@@ -305,7 +251,7 @@ def _assign(deal: _Deal, fixed: int | None) -> None:
         available[chunk, rank] = True
 
 
-def _exchange(deal: _Deal, fixed: int | None, ratio: float) -> None:
+def _exchange(deal: _Deal, fixed: int | None) -> None:
     """Exchange chunks of ranks with much work for chunks of ranks with little.
 
     Dealing alone leaves a largest work of 1.19 to 1.25 times the mean (packed documents, 64 and
@@ -313,10 +259,9 @@ def _exchange(deal: _Deal, fixed: int | None, ratio: float) -> None:
 
     Args:
         fixed: a chunk that stays where it is.
-        ratio: the largest work of a rank, relative to the mean, that needs no exchange.
     """
     ranks = len(deal.load)
-    limit = ratio * deal.load.sum() / ranks
+    limit = GOOD * deal.load.sum() / ranks
     before = np.stack([_keys_before(deal, rank) for rank in range(ranks)])
     final = np.zeros(ranks, bool)  # no exchange improves these
     for _ in range(EXCHANGES * ranks):

@@ -23,7 +23,7 @@ from fused_attn.distributed.arguments import Arguments, Method
 from fused_attn.distributed.attention import attend
 from fused_attn.distributed.balance import balanced
 from fused_attn.distributed.dtensors import head_sharding
-from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_of
+from fused_attn.distributed.ranks import Mesh, Ranks, gather_on_mesh, index_of, ranks_of, size_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.materialize import sizes_of
@@ -178,9 +178,8 @@ def context_parallel_unshard(
     groups = ranks_of(mesh)
     results = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        rows = [buffer.shape[dim]]
-        for ranks in reversed(groups):
-            rows = [n for own in ranks.gather(rows, buffer.device) for n in own]
+        gathered = gather_on_mesh(groups, [buffer.shape[dim]], buffer.device)
+        rows = [own for (own,) in gathered]
         sharding = _sharding(load_balancer, sum(rows), groups)
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
@@ -371,13 +370,17 @@ class _Unshard(Function):
         ctx: Any, rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]
     ) -> Tensor:
         ctx.dim, ctx.runs = dim, sharding.runs[index_of(groups)]
-        moved = rows.movedim(dim, 0).contiguous()
-        parts = {index_of(groups): moved}
+        own = rows.movedim(dim, 0)
+        counts = [sharding.rows(rank) for rank in range(sharding.ranks)]
+        message = own.new_zeros(1, max(counts), *own.shape[1:])
+        message[0, : len(own)] = own
         for ranks in reversed(groups):
-            parts = _gathered(ranks, parts, sharding)
-        whole = moved.new_empty(sharding.length, *moved.shape[1:])
-        for rank, part in parts.items():
-            whole[sharding.positions(rank, whole.device)] = part
+            received = [torch.empty_like(message) for _ in range(ranks.size)]
+            dist.all_gather(received, message, group=ranks.group)
+            message = torch.cat(received)
+        whole = own.new_empty(sharding.length, *own.shape[1:])
+        for rank, count in enumerate(counts):
+            whole[sharding.positions(rank, whole.device)] = message[rank, :count]
         return whole.movedim(0, dim)
 
     @staticmethod
@@ -385,29 +388,3 @@ class _Unshard(Function):
         parts = [grad.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
         empty = grad.narrow(ctx.dim, 0, 0)
         return torch.cat([empty, *parts], ctx.dim), None, None, None
-
-
-def _gathered(ranks: Ranks, own: dict[int, Tensor], sharding: Sharding) -> dict[int, Tensor]:
-    """Return the rows that all ranks of a group hold, by rank in the mesh.
-
-    Args:
-        own: the rows that this rank holds already, of `len(own)` consecutive ranks of the mesh, or
-            of one.
-    """
-    first, count = min(own), len(own)
-    stride = count  # distance, in the mesh, of the ranks of the group
-    numbers = [
-        [first + (r - ranks.rank) * stride + i for i in range(count)] for r in range(ranks.size)
-    ]
-    like = own[first]
-    most = max(sum(sharding.rows(n) for n in group) for group in numbers)
-    message = like.new_zeros(most, *like.shape[1:])
-    joined = torch.cat([own[n] for n in sorted(own)])
-    message[: len(joined)] = joined
-    received = [torch.empty_like(message) for _ in range(ranks.size)]
-    dist.all_gather(received, message, group=ranks.group)
-    parts: dict[int, Tensor] = {}
-    for group, rows in zip(numbers, received, strict=True):
-        counts = [sharding.rows(n) for n in group]
-        parts.update(zip(group, rows[: sum(counts)].split(counts), strict=True))
-    return parts

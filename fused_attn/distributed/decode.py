@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -83,95 +83,67 @@ def decode_attention(
         RuntimeError: a rank failed or did not answer within the timeout of the process group.
     """
     groups = ranks_of(mesh)
-    own, error = None, None
+    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
+    whole_mask, seqlen_new = None, 0
+    shared: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    error: Exception | None = None
     try:
         if len(groups) > 1:
             raise ValueError("mesh must have one dimension, got 2")
-        given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-        own = _checked(
-            given, key, value, cache_lengths, positions, groups, attn_mask, scale, softcap
-        )
+        check_decode_tensors(query, key_cache, value_cache, key, value)
+        check_positions("key_cache", positions, key_cache.shape[2], groups)
+        options = options.checked(query.shape[3], query.device)
+        whole_mask = as_mask(attn_mask)
+        seqlen_new = 0 if key is None else key.shape[2]
+        rows = {"rows": key_cache.shape[2]}
+        shared = {
+            **_sizes(query, key_cache, value_cache),
+            "new keys": seqlen_new,
+            "is_causal": int(is_causal),
+            "scale and softcap": hash((options.scale, options.softcap)),
+            "attn_mask": checksum(whole_mask),
+            "cache_lengths": _checksum_of_lengths(cache_lengths),
+            "the kind of positions": int(positions is not None),
+            "positions": 0 if positions is None else hash(positions),
+        }
     except (ValueError, TypeError) as raised:
         error = raised
-    values = (0,) * len(_SHARED) if own is None else own.shared(is_causal)
-    shared = dict(zip(_SHARED, values, strict=True))
-    rows = {"rows": 0 if own is None else key_cache.shape[2]}
     of_ranks = agreed(groups, shared, rows, error, query.device)
-    assert own is not None
     sharding, ranks = positions, groups[0]
     if sharding is None:
         sharding = Sharding.of_lengths([rank["rows"] for rank in of_ranks])
     batch, num_heads, seqlen_q, _ = query.shape
-    seqlen_new = 0 if key is None else key.shape[2]
     given_lengths, _ = checked_cache_lengths(
         cache_lengths, query, seqlen_new, sharding.length, plain_eager(query)
     )
     lengths = torch.as_tensor(given_lengths, device=query.device)
-    mask = with_cache_lengths(own.mask, is_causal and seqlen_q != 1, lengths, seqlen_new)
+    mask = with_cache_lengths(whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new)
     spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
     if key is not None and value is not None:
         for cache, new in ((key_cache, key), (value_cache, value)):
             _append(cache, new, lengths, sharding, ranks.rank)
-    call = AttentionCall(query, key_cache, value_cache, spec, own.options)
+    call = AttentionCall(query, key_cache, value_cache, spec, options)
     runs = sharding.runs[ranks.rank]
     merged = _merged(ranks, _own_part(call, runs, prefix=bool(mask.prefixes)), query.dtype)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 
-_SHARED = (
-    "batch", "num_heads", "num_heads_kv", "seqlen_q", "head_dim", "head_dim_v", "dtype",
-    "new keys", "is_causal", "scale and softcap", "attn_mask", "cache_lengths",
-    "the kind of positions", "positions",
-)  # fmt: skip
+def _sizes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:
+    names = "batch", "num_heads", "seqlen_q", "head_dim"
+    return {
+        **dict(zip(names, query.shape, strict=True)),
+        "num_heads_kv": key_cache.shape[1],
+        "head_dim_v": value_cache.shape[3],
+        "dtype": DTYPES.index(query.dtype),
+    }
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """Arguments that this rank has validated alone."""
-
-    query: Tensor
-    caches: tuple[Tensor, Tensor]
-    seqlen_new: int
-    positions: Sharding | None
-    mask: Mask | None
-    options: AttentionOptions
-    lengths: int  # checksum of cache_lengths; 0 on a GPU
-
-    def shared(self, is_causal: bool) -> tuple[int, ...]:
-        """Return the values that all ranks must share, in the order of _SHARED."""
-        query, (keys, values), options = self.query, self.caches, self.options
-        sizes = query.shape[0], query.shape[1], keys.shape[1], *query.shape[2:], values.shape[3]
-        positions = self.positions
-        return (
-            *sizes, DTYPES.index(query.dtype), self.seqlen_new, int(is_causal),
-            hash((options.scale, options.softcap)), checksum(self.mask), self.lengths,
-            int(positions is not None), 0 if positions is None else hash(positions),
-        )  # fmt: skip
-
-
-def _checked(
-    given: dict[str, Tensor],
-    key: Tensor | None,
-    value: Tensor | None,
-    cache_lengths: Tensor | Sequence[int],
-    positions: Sharding | None,
-    groups: list[Ranks],
-    attn_mask: Tensor | Mask | None,
-    scale: float | None,
-    softcap: float | None,
-) -> _Checked:
-    """Validate what this rank can validate without the others."""
-    check_decode_tensors(**given, key=key, value=value)
-    query, caches = given["query"], (given["key_cache"], given["value_cache"])
-    check_positions("key_cache", positions, caches[0].shape[2], groups)
-    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
-    options = options.checked(query.shape[3], query.device)
-    seqlen_new = 0 if key is None else key.shape[2]
-    of_lengths = 0
-    if not isinstance(cache_lengths, Tensor) or host_readable(cache_lengths):
-        of_lengths = checksum(None, (torch.as_tensor(cache_lengths).to(torch.int64),))
-    mask = as_mask(attn_mask)
-    return _Checked(query, caches, seqlen_new, positions, mask, options, of_lengths)
+def _checksum_of_lengths(cache_lengths: Tensor | Sequence[int]) -> int:
+    """Return a checksum of cache_lengths; 0 on a GPU, for which it would have to wait."""
+    if isinstance(cache_lengths, Tensor) and not host_readable(cache_lengths):
+        return 0
+    return checksum(None, (torch.as_tensor(cache_lengths).to(torch.int64),))
 
 
 _FEW = 8  # new positions up to which `_append` does not wait for a GPU

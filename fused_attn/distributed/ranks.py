@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,6 +96,23 @@ def index_of(groups: Sequence[Ranks]) -> int:
     for ranks in groups:
         index = index * ranks.size + ranks.rank
     return index
+
+
+def gather_on_mesh(
+    groups: Sequence[Ranks], values: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """Return the integers that each rank of a mesh passes, in the order of the mesh.
+
+    Args:
+        groups: the ranks of each dimension of the mesh.
+        values: as many on all ranks, at least one.
+        device: as in `Ranks.gather`.
+    """
+    size, rows = len(values), [list(values)]
+    for ranks in reversed(groups):
+        gathered = ranks.gather(list(itertools.chain(*rows)), device)
+        rows = [own[i : i + size] for own in gathered for i in range(0, len(own), size)]
+    return rows
 
 
 @dataclass

@@ -149,7 +149,7 @@ class _RingBackward(Function):
                 sums.add_returned(*returning.popleft())
         while returning:
             sums.add_returned(*returning.popleft())
-        return (*sums.finished(), sums.finished_bias())
+        return sums.finished()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -257,7 +257,7 @@ class _Gradients:
     """Sums of the gradients of this rank, in the dtype of the statistics."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
-        self._like = query, key, value, bias
+        self._dtypes = [None if t is None else t.dtype for t in (query, key, value, bias)]
         dtype = statistics_dtype(query.dtype)
         self.query, self.key, self.value = (
             torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value)
@@ -291,15 +291,10 @@ class _Gradients:
         assert part.bias is not None
         return part.bias
 
-    def finished(self) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value in the dtypes of the tensors."""
-        sums = self.query, self.key, self.value
-        return tuple(s.to(t.dtype) for s, t in zip(sums, self._like[:3], strict=True))
-
-    def finished_bias(self) -> Tensor | None:
-        """Return the gradient of bias in its dtype, or None."""
-        bias = self._like[3]
-        return None if self.bias is None or bias is None else self.bias.to(bias.dtype)
+    def finished(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and bias in the dtypes of the tensors."""
+        sums = self.query, self.key, self.value, self.bias
+        return tuple(s if s is None else s.to(d) for s, d in zip(sums, self._dtypes, strict=True))
 
 
 class _Block:

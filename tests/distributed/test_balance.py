@@ -15,7 +15,7 @@ from mask_cases import MASKS
 
 from fused_attn import masks
 from fused_attn.distributed import Sharding, balanced_sharding
-from fused_attn.distributed.balance import imbalance, keys_exchanged, work_of_ranks
+from fused_attn.distributed.balance import imbalance, work_of_ranks
 from fused_attn.distributed.plan import plan_of
 from fused_attn.distributed.sharding import MAX_RUNS
 from fused_attn.masks.spec import normalize
@@ -104,17 +104,11 @@ PARTITIONS = [
 def test_every_position_has_one_rank(length, name):
     """Rows of ranks differ by at most a chunk; Sharding checks that the runs are a partition."""
     mask = MASKS[name](2, 4, length, length)
-    for ranks, chunk_size, key_cost in (
-        (1, None, 0),
-        (3, None, 0),
-        (8, None, 9),
-        (3, 8, 0),
-        (8, 24, 0),
-    ):
+    for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):
         if chunk_size is not None and -(-length // (chunk_size * ranks)) > MAX_RUNS:
             continue
         sharding = balanced_sharding(
-            mask, length, ranks, batch=2, num_heads=4, chunk_size=chunk_size, key_cost=key_cost
+            mask, length, ranks, batch=2, num_heads=4, chunk_size=chunk_size
         )
         rows = [sharding.rows(rank) for rank in range(ranks)]
         assert (sharding.length, sharding.ranks) == (length, ranks)
@@ -139,33 +133,6 @@ def test_keys_of_the_same_document_stay_together():
     dealt_blindly = [[range(c * 256, (c + 1) * 256) for c in order[r::16].sort()[0].tolist()]
                      for r in range(16)]  # fmt: skip
     assert received(balanced_sharding(mask, 2**16, 16)) < 0.7 * received(Sharding(dealt_blindly))
-
-
-@pytest.mark.parametrize("key_cost", [1.0, 50.0, 1000.0])
-def test_costs_of_keys(key_cost):
-    """The estimated keys are those of the plans, and no simpler sharding takes less time."""
-    length, ranks = 2**15, 32
-    mask = packed_documents(document_lengths(length, 300, 1.5, seed=6))
-    visible = VisibleKeys(
-        normalize(mask, 1, 1, length, length, torch.empty(0)), (1, 1) + (length,) * 2
-    )
-
-    def time_of(sharding):
-        plans = [plan_of(sharding, sharding, rank, visible) for rank in range(ranks)]
-        sums = [
-            [sum(len(r) for s in plan.steps[1:] for r in getattr(s, name)) for plan in plans]
-            for name in ("wanted", "given")
-        ]
-        assert keys_exchanged(visible, sharding).tolist() == sums
-        work = work_of_ranks(visible.work, sharding)
-        return float((work + key_cost * torch.tensor(sums).amax(0)).max())
-
-    got = time_of(balanced_sharding(mask, length, ranks, key_cost=key_cost))
-    plain = balanced_sharding(mask, length, ranks)
-    others = [plain, Sharding.zigzag(length, ranks), Sharding.contiguous(length, ranks)]
-    assert got <= min(map(time_of, others))
-    if key_cost == 1000:
-        assert got < 0.8 * time_of(plain)
 
 
 SCRIPT = """
@@ -215,7 +182,5 @@ def test_errors():
         balanced_sharding(None, -1, 2)
     with pytest.raises(ValueError, match=r"chunk_size must be at least 2 \(MAX_RUNS\), got 1"):
         balanced_sharding(None, 1024, 2, chunk_size=1)
-    with pytest.raises(ValueError, match="key_cost must be at least 0, got -1"):
-        balanced_sharding(None, 8, 2, key_cost=-1)
     with pytest.raises(ValueError, match="query_ids"):
         balanced_sharding(masks.documents(torch.zeros(1, 9, dtype=torch.int64)), 8, 2)

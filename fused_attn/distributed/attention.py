@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,15 +20,17 @@ from fused_attn.distributed.arguments import (
     Shards,
     prepared,
 )
-from fused_attn.distributed.caching import cached_on_mask
 from fused_attn.distributed.plan import Plan, plan_of
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.ring import Ring, ring
 from fused_attn.masks import Mask
+from fused_attn.masks.memo import Memo, recall, recall_on_tensor
 from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.ops.seeds import new_seed
+
+T = TypeVar("T")
 
 
 def ring_attention(
@@ -206,12 +210,9 @@ def _roles(groups: list[Ranks], method: Method, own: Prepared) -> tuple[Ranks | 
 
 def _mean_visible(own: Prepared) -> float:
     """Return the mean number of keys that a query attends to."""
-    shape = own.shape
-
-    def make() -> float:
-        return VisibleKeys(own.spec, shape).mean_work
-
-    return cached_on_mask(own.spec, ("mean work", *shape), own.query.device, make)
+    spec, shape = own.spec, own.shape
+    what = ("mean work", *shape)
+    return _cached_on_mask(spec, what, own.query.device, lambda: VisibleKeys(spec, shape).mean_work)
 
 
 def _seeded(
@@ -248,4 +249,33 @@ def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
         )  # fmt: skip
 
     what = ("ring", shards.queries, shards.keys, rank, dropout, packed, *own.shape)
-    return cached_on_mask(spec, what, own.query.device, make)
+    return _cached_on_mask(spec, what, own.query.device, make)
+
+
+_LIMIT = 64  # number of values per mask with tensors, and of all masks without
+_of_numbers: Memo = {}
+
+
+def _cached_on_mask(
+    spec: MaskSpec, what: Hashable, device: torch.device, make: Callable[[], T]
+) -> T:
+    """Return make(), or its cached result for the same mask and the same `what`.
+
+    A mask is the same if its numbers are, and its tensors except bias have not been changed; see
+    `masks.memo.recall`. Values must not depend on the bias. A cached value saves time only: whether
+    there is one must not decide if ranks communicate.
+
+    Args:
+        what: everything else that the value depends on.
+        device: device of the call.
+    """
+    named = {
+        name: tensor
+        for name, tensor in zip(spec.TENSORS, spec.tensors(), strict=True)
+        if tensor is not None and name != "bias" and not name.endswith("_summary")
+    }
+    numbers = tuple(value for value in spec.flat() if isinstance(value, (int, float)))
+    key, tensors = (what, numbers, *named), list(named.values())
+    if tensors:
+        return recall_on_tensor(tensors[0], key, tensors, make, _LIMIT)
+    return recall(_of_numbers, key, (), device, make, _LIMIT)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fused_attn.base.autocast import autocast
-from fused_attn.base.shapes import canonical
+from fused_attn.base.shapes import Canonical, canonical
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import DTYPES, agreed, learned
@@ -87,8 +87,7 @@ class Prepared:
     """Validated arguments, which fit those of the other ranks.
 
     Attributes:
-        query, key, value: 4-D tensors with the rows of this rank.
-        leading: leading dimensions of the results, as in `canonical`.
+        inputs: 4-D tensors with the rows of this rank, and leading dimensions of the results.
         options: validated options.
         spec: mask of all positions and of the heads of the call.
         shards: who holds which positions.
@@ -96,10 +95,7 @@ class Prepared:
         heads: as in Arguments, never None.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    leading: tuple[int, ...]
+    inputs: Canonical
     options: AttentionOptions
     spec: MaskSpec
     shards: Shards
@@ -110,17 +106,15 @@ class Prepared:
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k) of the complete call."""
         lengths = self.shards.queries.length, self.shards.keys.length
-        return self.query.shape[0], self.query.shape[1], *lengths
+        batch, num_heads = self.inputs.query.shape[:2]
+        return batch, num_heads, *lengths
 
 
 @dataclass
 class _Local:
     """Arguments that this rank has validated alone."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    leading: tuple[int, ...]
+    inputs: Canonical
     options: AttentionOptions
     mask: Mask | None
     positions: tuple[Positions, Positions]
@@ -142,25 +136,23 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
     if local is not None:
         shared = _shared(call, local)
         names = "query", "key", "runs of query", "runs of key"  # rows and runs
-        sizes = local.query.shape[2], local.key.shape[2], *map(len, local.runs)
+        query, key = local.inputs[:2]
+        sizes = query.shape[2], key.shape[2], *map(len, local.runs)
         own = dict(zip(names, sizes, strict=True))
     of_ranks = agreed(groups, shared, own, error, call.query.device)
     assert local is not None
-    query, key = local.query, local.key
     queries = _sharding("query", local, of_ranks, groups)
     keys = queries
     if local.positions[1] is not local.positions[0] or local.positions[0] is None:
         keys = _sharding("key", local, of_ranks, groups)
         keys = queries if keys == queries else keys
     shards = Shards(queries, keys, index_of(groups))
-    num_heads = query.shape[1]
+    num_heads = local.inputs.query.shape[1]
     heads = (0, num_heads) if call.heads is None else call.heads
     spec, starts = _spec(call, local, shards, heads[1])
     if heads[1] > num_heads:
         spec = of_heads(spec, slice(heads[0], heads[0] + num_heads))
-    return Prepared(
-        query, key, local.value, local.leading, local.options, spec, shards, starts, heads
-    )
+    return Prepared(local.inputs, local.options, spec, shards, starts, heads)
 
 
 def _local(call: Arguments, groups: list[Ranks]) -> _Local:
@@ -174,7 +166,8 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     elif call.cu_seqlens[1] is not None:
         raise ValueError("cu_seqlens_k must be given together with cu_seqlens_q")
     check_qkv(query, key, value)
-    q, k, v, _, leading = canonical(query, key, value, None, call.enable_gqa or call.packed)
+    inputs = canonical(query, key, value, None, call.enable_gqa or call.packed)
+    q, k = inputs[:2]
     if call.method not in _METHODS:
         raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {call.method!r}")
     mask = as_mask(call.attn_mask, call.is_causal and not call.packed)
@@ -186,7 +179,7 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
         check_positions(name, positions, tensor.shape[2], groups)
     options = call.options.checked(q.shape[3], q.device)
     runs = tuple(runs_of(p.tolist()) if isinstance(p, Tensor) else () for p in pair)
-    return _Local(q, k, v, leading, options, mask, pair, (runs[0], runs[1]))
+    return _Local(inputs, options, mask, pair, (runs[0], runs[1]))
 
 
 def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -> None:
@@ -213,7 +206,8 @@ def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -
 
 def _shared(call: Arguments, local: _Local) -> dict[str, int]:
     """Return the values that must be equal on all ranks."""
-    query, key, value, options = local.query, local.key, local.value, local.options
+    query, key, value = local.inputs[:3]
+    options = local.options
     seed, positions = call.options.seed, local.positions
     of_positions = [hash(p) if isinstance(p, Sharding) else 0 for p in positions]
     return {
@@ -252,7 +246,7 @@ def _sharding(
         return Sharding.of_lengths([rank[name] for rank in of_ranks])
     most = max(1, *(rank[f"runs of {name}"] for rank in of_ranks))
     table = [n for run in local.runs[which] for n in (run.start, run.stop)]
-    rows = gather_on_mesh(groups, table + [0] * (2 * most - len(table)), local.query.device)
+    rows = gather_on_mesh(groups, table + [0] * (2 * most - len(table)), local.inputs.query.device)
     return Sharding(
         [[range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)] for row in rows]
     )
@@ -262,7 +256,7 @@ def _spec(
     call: Arguments, local: _Local, shards: Shards, num_heads: int
 ) -> tuple[MaskSpec, Starts | None]:
     """Return the MaskSpec of all positions, and the cumulative lengths of packed sequences."""
-    query, mask = local.query, local.mask
+    query, mask = local.inputs.query, local.mask
     of_queries, of_keys = call.cu_seqlens
     lengths = shards.queries.length, shards.keys.length
     if of_queries is None:

@@ -165,7 +165,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
     if transformed():
         raise NotImplementedError("distributed attention has no torch.func transforms")
     own = prepared(call, groups)
-    query, key, value = own.query, own.key, own.value
+    query, key, value, _, leading = own.inputs
     first, total = own.heads
     options = _seeded(own.options, groups, query.device)
     ring_ranks, head_ranks = _roles(groups, call.method, own)
@@ -188,8 +188,8 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         out, lse = exchange.returned(out, lse)
     if own.starts is not None:  # packed
         return out[0].transpose(0, 1), lse[0]
-    if len(own.leading) != 3:
-        out, lse = out.reshape(*own.leading, out.shape[-1]), lse.reshape(own.leading)
+    if len(leading) != 3:
+        out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
     return out, lse
 
 
@@ -197,7 +197,8 @@ def _roles(groups: list[Ranks], method: Method, own: Prepared) -> tuple[Ranks | 
     """Return the ranks that exchange keys and values, and those that exchange heads."""
     if len(groups) > 1:
         return groups[0], groups[1]
-    size, num_heads, num_heads_kv = groups[0].size, own.query.shape[1], own.key.shape[1]
+    query, key = own.inputs[:2]
+    size, num_heads, num_heads_kv = groups[0].size, query.shape[1], key.shape[1]
     if method == "auto" and num_heads >= size:
         # Rows of one head that a rank receives in a forward. All-to-all: query, key, value, and out
         # returned. Ring: about the keys and values that a query attends to.
@@ -212,7 +213,9 @@ def _mean_visible(own: Prepared) -> float:
     """Return the mean number of keys that a query attends to."""
     spec, shape = own.spec, own.shape
     what = ("mean work", *shape)
-    return _cached_on_mask(spec, what, own.query.device, lambda: VisibleKeys(spec, shape).mean_work)
+    return _cached_on_mask(
+        spec, what, own.inputs.query.device, lambda: VisibleKeys(spec, shape).mean_work
+    )
 
 
 def _seeded(
@@ -249,7 +252,7 @@ def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
         )  # fmt: skip
 
     what = ("ring", shards.queries, shards.keys, rank, dropout, packed, *own.shape)
-    return _cached_on_mask(spec, what, own.query.device, make)
+    return _cached_on_mask(spec, what, own.inputs.query.device, make)
 
 
 _LIMIT = 64  # number of values per mask with tensors, and of all masks without

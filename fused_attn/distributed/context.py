@@ -343,15 +343,12 @@ def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
 def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Sharding:
     """Return the Sharding that a load balancer makes."""
     size = size_of(groups)
-    if load_balancer is None or isinstance(load_balancer, str):
-        makers = {
-            None: Sharding.zigzag,
-            "zigzag": Sharding.zigzag,
-            "contiguous": Sharding.contiguous,
-        }
-        if load_balancer not in makers:
-            raise ValueError(f"load_balancer must be zigzag or contiguous, got {load_balancer!r}")
-        return makers[load_balancer](length, size)
+    if isinstance(load_balancer, str) and load_balancer not in ("zigzag", "contiguous"):
+        raise ValueError(f"load_balancer must be zigzag or contiguous, got {load_balancer!r}")
+    if load_balancer is None or load_balancer == "zigzag":
+        return Sharding.zigzag(length, size)
+    if load_balancer == "contiguous":
+        return Sharding.contiguous(length, size)
     sharding = load_balancer if isinstance(load_balancer, Sharding) else load_balancer(length, size)
     if not isinstance(sharding, Sharding):
         raise TypeError(f"load_balancer must return a Sharding, got {type(sharding).__name__}")

@@ -15,7 +15,7 @@ from flash_models import ENGINES, VERSIONS, installer
 import fused_attn
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, denylist, flash, get_backend, verdicts
-from fused_attn.backends.flash import engine_base
+from fused_attn.backends.flash import engines
 from fused_attn.backends.problem import NormProblem
 from fused_attn.masks.band import Band, band_of
 from fused_attn.masks.spec import normalize
@@ -150,8 +150,8 @@ def test_masks_that_are_no_bands(install):
 def test_norms_and_machines_without_engines(monkeypatch):
     norm = NormProblem(torch.device("cuda"), torch.bfloat16, 8)
     assert FLASH.opt_in_reasons(norm) == ["has no kernels for norms"]
-    monkeypatch.setattr(engine_base, "no_gpu", list)
-    monkeypatch.setattr(engine_base, "_installed", {"flash-attn-4": "4.0.0b10"}.get)
+    monkeypatch.setattr(engines, "no_gpu", list)
+    monkeypatch.setattr(engines, "_installed", {"flash-attn-4": "4.0.0b10"}.get)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     assert FLASH.unavailable() == [
         "flash-attn-4 needs version 4.0.0b36, not 4.0.0b10",
@@ -172,7 +172,7 @@ def test_norms_and_machines_without_engines(monkeypatch):
 )  # fmt: skip
 def test_gpus(install, monkeypatch, name, capability, taken):
     install(name)
-    monkeypatch.setattr(engine_base, "capability_of", lambda device: capability)
+    monkeypatch.setattr(engines, "capability_of", lambda device: capability)
     own = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
     reasons = FLASH.unsupported(own)
     major, minor = capability
@@ -193,11 +193,11 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
     """Known defects of flash-attn-4 with gradients; its forward is taken."""
     known = denylist.DEFECTS
     monkeypatch.undo()
-    monkeypatch.setattr(engine_base, "no_gpu", list)
-    monkeypatch.setattr(engine_base, "_installed", VERSIONS.get)
+    monkeypatch.setattr(engines, "no_gpu", list)
+    monkeypatch.setattr(engines, "_installed", VERSIONS.get)
     monkeypatch.setattr(denylist, "_capability", lambda device: capability)
     monkeypatch.setattr(denylist.metadata, "version", VERSIONS.get)
-    monkeypatch.setattr(engine_base, "capability_of", lambda device: (capability, 0))
+    monkeypatch.setattr(engines, "capability_of", lambda device: (capability, 0))
     monkeypatch.setattr(flash, "ENGINES", (ENGINES[FA4],))
     assert known == () and len(denylist.DEFECTS) >= 5
     there = torch.device("cuda"), torch.bfloat16, *sizes
@@ -216,4 +216,4 @@ def test_selected_by_name_only():
     assert FLASH.opt_in_reasons(there)
     assert FLASH.default_for("cuda") == "none"
     names = {path.name for path in verdicts.KERNELS["flash"]()}
-    assert names >= {"__init__.py", "engine_base.py", "engines.py", "plan.py"}
+    assert names >= {"__init__.py", "engines.py", "plan.py"}

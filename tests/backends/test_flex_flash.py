@@ -10,11 +10,11 @@ import types
 
 import pytest
 import torch
-from packaging.version import Version
 
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, get_backend
 from fused_attn.backends.denylist import BLOCK_SPARSE
+from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import flash, variant_of
 from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
@@ -31,7 +31,7 @@ packing = pytest.importorskip(
 @pytest.fixture
 def _hopper(monkeypatch):
     """Pretend that flash-attn-4 and an H100 are present."""
-    monkeypatch.setattr(flash, "_installed", lambda: flash.MIN_VERSION)
+    monkeypatch.setattr(engines, "_installed", lambda package: flash.MIN_VERSION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
@@ -80,7 +80,7 @@ def test_block_size(capability, seqlen_q, size, monkeypatch):
 
 
 def test_not_available_without_the_package():
-    if flash._installed() is None:
+    if engines._installed(flash.PACKAGE) is None:
         assert "flash-attn-4 is not installed" in get_backend("flex_flash").unavailable()
 
 
@@ -136,6 +136,7 @@ def test_torch_packs_the_mask(name):
 
 
 def test_versions_with_a_race_are_refused(monkeypatch):
-    monkeypatch.setattr(flash, "_installed", lambda: Version("4.0.0b25"))
-    assert "has a race in the backward" in flash._missing()[0]
+    monkeypatch.setattr(engines, "_installed", lambda package: "4.0.0b25")
+    missing = "flash-attn-4 needs version 4.0.0b26, not 4.0.0b25"
+    assert missing in get_backend("flex_flash").unavailable()
     assert not BLOCK_SPARSE.versions.contains(flash.MIN_VERSION, prereleases=True)

@@ -18,7 +18,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from fused_attn.backends import denylist, flash
-from fused_attn.backends.flash import engine_base, engines
+from fused_attn.backends.flash import engines
 
 TILE = 16  # rows that are loaded at once
 calls: list[dict[str, Any]] = []  # arguments of the calls, newest last
@@ -318,8 +318,8 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b1", "flash-attn-4": "4
 
 def installer(monkeypatch):
     """Yield a function that makes only some engines installed, as stand-ins for the CPU."""
-    monkeypatch.setattr(engine_base, "no_gpu", list)
-    monkeypatch.setattr(engine_base, "_installed", VERSIONS.get)
+    monkeypatch.setattr(engines, "no_gpu", list)
+    monkeypatch.setattr(engines, "_installed", VERSIONS.get)
     monkeypatch.setattr(denylist, "DEFECTS", ())
     monkeypatch.setattr(flash, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(flash, "DTYPES", (*flash.DTYPES, torch.float64))

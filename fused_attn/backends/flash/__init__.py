@@ -5,8 +5,7 @@ ALiBi. The backend chooses the first installed engine that takes a problem. It r
 that a window and sequence lengths cannot express, from what the host knows of it.
 
     plan.py           the window and the sequences of a mask
-    engine_base.py    limits of engines, and the arguments of a call
-    engines.py        the four engines
+    engines.py        the four engines: their limits, and how they are called
     decode.py         appending to a KV cache
 """
 
@@ -24,10 +23,15 @@ from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
-from fused_attn.backends.flash import engine_base
+from fused_attn.backends.flash import engines
 from fused_attn.backends.flash.decode import decode
-from fused_attn.backends.flash.engine_base import Arguments, Engine, Results
-from fused_attn.backends.flash.engines import ENGINES, FlashAttention2
+from fused_attn.backends.flash.engines import (
+    ENGINES,
+    Arguments,
+    Engine,
+    FlashAttention2,
+    Results,
+)
 from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_intercepted, needs_grad
@@ -46,7 +50,7 @@ class FlashBackend(EngineBackend):
 
     def unavailable(self) -> list[str]:
         missing = [engine.unavailable() for engine in ENGINES]
-        return engine_base.no_gpu() or ([] if [] in missing else [*chain(*missing)])
+        return engines.no_gpu() or ([] if [] in missing else [*chain(*missing)])
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = self.unavailable()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.backends.flash.engine_base import window_of
-from fused_attn.backends.flash.engines import FlashAttention2
+from fused_attn.backends.flash.engines import FlashAttention2, masked_lse
 from fused_attn.backends.flash.plan import Plan, plan_of
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
@@ -36,7 +35,6 @@ def decode(
     plan = plan_of(band, False, query.shape[2], update.capacity)
     if not isinstance(plan, Plan) or plan.square:
         return None
-    causal, window = window_of(plan.left, plan.right, -1)
     new = [t if t is None else t.transpose(1, 2) for t in (update.key, update.value)]
     slopes = spec.slopes
     if slopes is not None:
@@ -50,13 +48,12 @@ def decode(
         cache_seqlens=_int32(update.lengths),
         block_table=None if table is None else _int32(table),
         softmax_scale=float(call.options.scale),
-        causal=causal,
-        window_size=window,
+        **engine.window(plan.left, plan.right),
         softcap=float(call.options.softcap),
         alibi_slopes=slopes,
         return_softmax_lse=True,
     )
-    return out.transpose(1, 2), lse.masked_fill(lse == float("inf"), float("-inf"))
+    return out.transpose(1, 2), masked_lse(lse)
 
 
 def _int32(integers: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Engines of backend "flash": FlashAttention 4, 3 and 2, and torch's varlen_attn.
 
-Each engine states its limits for a problem, and runs a call with the arguments of its own function.
-All arguments are passed by keyword, because their order differs between versions. The packages are
-imported by statements, which torch.compile can trace.
+Each engine states its limits for a problem, and runs a call with the arguments of its function. The
+three versions of FlashAttention share one calling convention. All arguments are passed by keyword,
+because their order differs between versions. The packages are imported by statements, which
+torch.compile can trace.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3"; the Python interfaces
 of flash-attn 2.8, flash-attn-3 (hopper/flash_attn_interface.py), flash-attn-4 4.0.0b36, torch 2.13.
@@ -10,22 +11,168 @@ of flash-attn 2.8, flash-attn-3 (hopper/flash_attn_interface.py), flash-attn-4 4
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from importlib import metadata
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
-from fused_attn.backends.flash.engine_base import (
-    TORCH,
-    Arguments,
-    Engine,
-    Results,
-    equal_head_dims,
-    lengths_of,
-    window_of,
-)
+from fused_attn.backends import denylist
+from fused_attn.backends.flash.plan import Plan, Sequences
 from fused_attn.backends.problem import AttentionProblem
+from fused_attn.base.torch_state import is_intercepted
+
+TORCH = "torch.nn.attention.varlen"  # the engine that is no package
+
+
+class Arguments(NamedTuple):
+    """One call of an engine.
+
+    Attributes:
+        query, key, value: (batch, seqlen, num_heads, dim), or (rows, num_heads, dim) if
+            `sequences` is set.
+        sequences: the sequences of a varlen call.
+        max_seqlen_q, max_seqlen_k: upper bounds of their lengths.
+        left, right: window, see Plan.
+        slopes: float32 (num_heads,) or (sequences, num_heads), ALiBi slopes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sequences: Sequences | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float
+    slopes: Tensor | None
+    want_lse: bool
+
+
+Results = tuple[Tensor, Tensor | None]
+
+
+class Engine:
+    """Base class of the engines, with the calling convention of FlashAttention.
+
+    Attributes:
+        name: the package that is installed; in messages, and in the denylist.
+        min_version: the first version whose interface is known to fit.
+        min_capability, max_capability: GPUs that it has kernels for.
+        head_dim_multiple: head_dim must be a multiple of it.
+        dense: True if it takes a batch without lengths as it is. Otherwise it takes packed rows.
+        has_softcap, has_alibi, has_lse_gradient: options of the functions.
+        traceable: True if torch.compile can trace the functions.
+        limits_right_side: True if a right side >= seqlen_k means no limit, and no limit means
+            seqlen_k for a window with a left side. With more queries than keys, both are wrong.
+        unlimited: the number for a side of the window without limit.
+        lse_option: the argument that requests lse.
+    """
+
+    name: ClassVar[str]
+    min_version: ClassVar[str]
+    min_capability: ClassVar[tuple[int, int]] = (8, 0)
+    max_capability: ClassVar[tuple[int, int]] = (12, 9)
+    head_dim_multiple: ClassVar[int] = 8
+    dense: ClassVar[bool] = True
+    has_softcap: ClassVar[bool] = True
+    has_alibi: ClassVar[bool] = False
+    has_lse_gradient: ClassVar[bool] = False
+    traceable: ClassVar[bool] = True
+    limits_right_side: ClassVar[bool] = False
+    unlimited: ClassVar[int | None] = -1
+    lse_option: ClassVar[str] = "return_attn_probs"
+
+    def unavailable(self) -> list[str]:
+        """Return the reason why this engine is not installed in a known version."""
+        return missing(self.name, self.min_version)
+
+    def refusals(self, problem: AttentionProblem, plan: Plan) -> list[str]:
+        """Return the reasons why this engine does not take a problem; empty if it does."""
+        reasons = self.unavailable()
+        if reasons:
+            return reasons
+        if not self.traceable and is_intercepted():
+            reasons.append("cannot be traced by torch.compile")
+        capability = capability_of(problem.device)
+        if capability is not None:
+            low, high = self.min_capability, self.max_capability
+            if not low <= capability <= high:
+                reasons.append("has no kernels for compute capability {}.{}".format(*capability))
+        reasons += self.head_dim_refusals(problem, capability)
+        if problem.softcap and not self.has_softcap:
+            reasons.append("has no softcap")
+        if problem.mask == "structured" and problem.bias_dtype and not self.has_alibi:
+            reasons.append("has no ALiBi")
+        if problem.result == "lse" and problem.needs_grad and not self.has_lse_gradient:
+            reasons.append("ignores the gradient of lse")
+        if self.limits_right_side and _exceeds_limit(problem, plan):
+            reasons.append("limits the right side of this window to seqlen_k")
+        for feature in _features_of(problem, plan):
+            defect = denylist.reason_against(self.name, feature, problem.device)
+            reasons += [defect] if defect else []
+        return [f"{self.name} {reason}" for reason in reasons]
+
+    def head_dim_refusals(
+        self, problem: AttentionProblem, capability: tuple[int, int] | None
+    ) -> list[str]:
+        """Return the reasons why this engine does not take the head dimensions."""
+        size, size_v = problem.head_dim, problem.head_dim_v
+        if size != size_v:
+            return [f"takes equal head_dim and head_dim_v, not {size} and {size_v}"]
+        multiple = self.head_dim_multiple
+        if not 1 <= size <= 256 or size % multiple:
+            step = "" if multiple == 1 else f" in multiples of {multiple}"
+            return [f"takes head_dim up to 256{step}, not {size}"]
+        return []
+
+    def function(self, name: str) -> Any:
+        """Return a function of the package, which the first call imports."""
+        raise NotImplementedError
+
+    def window(self, left: int | None, right: int | None) -> dict[str, Any]:
+        """Return the arguments causal and window_size for the window of a Plan."""
+        if left is None and right == 0:
+            return {"causal": True, "window_size": (self.unlimited, self.unlimited)}
+        sides = tuple(self.unlimited if side is None else side for side in (left, right))
+        return {"causal": False, "window_size": sides}
+
+    def run(self, call: Arguments) -> Results:
+        """Compute out, in the layout of query, and lse, (batch, num_heads, seqlen_q) or
+        (num_heads, rows); None if it is not wanted. Rows without keys have out 0 and lse -inf.
+        """
+        options: dict[str, Any] = {
+            "q": call.query,
+            "k": call.key,
+            "v": call.value,
+            "softmax_scale": call.scale,
+            **self.window(call.left, call.right),
+            "softcap": call.softcap,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if self.has_alibi:
+            options["alibi_slopes"] = call.slopes
+        name = "flash_attn_func"
+        if call.sequences is not None:
+            name = "flash_attn_varlen_func"
+            options["cu_seqlens_q"] = call.sequences.cu_seqlens_q
+            options["cu_seqlens_k"] = call.sequences.cu_seqlens_k
+            options["max_seqlen_q"] = call.max_seqlen_q
+            options["max_seqlen_k"] = call.max_seqlen_k
+        function = self.function(name)
+        # Early builds of flash-attn-3 lack the argument, and return lse always.
+        if call.want_lse and self.lse_option in inspect.signature(function).parameters:
+            options[self.lse_option] = True
+        results = function(**options)
+        if isinstance(results, Tensor):
+            return results, None
+        out, lse = results[:2]
+        return out, masked_lse(lse) if call.want_lse else None
 
 
 class FlashAttention4(Engine):
@@ -36,6 +183,8 @@ class FlashAttention4(Engine):
     min_capability, max_capability = (9, 0), (11, 9)
     has_lse_gradient = True
     traceable = False
+    unlimited = None
+    lse_option = "return_lse"
 
     def head_dim_refusals(
         self, problem: AttentionProblem, capability: tuple[int, int] | None
@@ -52,12 +201,6 @@ class FlashAttention4(Engine):
 
         return getattr(cute, name)
 
-    def run(self, call: Arguments) -> Results:
-        options = {**_options(call, None), "return_lse": call.want_lse}
-        name = "flash_attn_func" if call.sequences is None else "flash_attn_varlen_func"
-        out, lse = self.function(name)(**options, **lengths_of(call))
-        return out, lse if call.want_lse else None
-
 
 class FlashAttention3(Engine):
     """FlashAttention 3, for Hopper."""
@@ -71,33 +214,20 @@ class FlashAttention3(Engine):
 
         return getattr(flash_attn_interface, name)
 
-    def run(self, call: Arguments) -> Results:
-        return _run_with_probs_flag(self, call, {})
-
 
 class FlashAttention2(Engine):
     """FlashAttention 2."""
 
     name = "flash-attn"
     min_version = "2.6"
+    head_dim_multiple = 1
     has_alibi = True
     limits_right_side = True
-
-    def head_dim_refusals(
-        self, problem: AttentionProblem, capability: tuple[int, int] | None
-    ) -> list[str]:
-        return equal_head_dims(problem, multiple=1)
 
     def function(self, name: str) -> Any:
         import flash_attn
 
         return getattr(flash_attn, name)
-
-    def run(self, call: Arguments) -> Results:
-        out, lse = _run_with_probs_flag(self, call, {"alibi_slopes": call.slopes})
-        if lse is not None:  # +inf in rows without keys
-            lse = lse.masked_fill(lse == float("inf"), float("-inf"))
-        return out, lse
 
 
 class TorchVarlen(Engine):
@@ -116,7 +246,7 @@ class TorchVarlen(Engine):
 
     def run(self, call: Arguments) -> Results:
         assert call.sequences is not None
-        causal, window = window_of(call.left, call.right, -1)
+        window = self.window(call.left, call.right)
         arguments = {
             "query": call.query,
             "key": call.key,
@@ -126,14 +256,15 @@ class TorchVarlen(Engine):
             "max_q": call.max_seqlen_q,
             "max_k": call.max_seqlen_k,
             "scale": call.scale,
-            "window_size": (-1, 0) if causal else window,  # its way to ask for a causal mask
+            # (-1, 0) requests a causal mask.
+            "window_size": (-1, 0) if window["causal"] else window["window_size"],
             "enable_gqa": call.query.shape[1] != call.key.shape[1],
         }
         attend = self.function("varlen_attn")
         if not call.want_lse:
             return attend(**arguments), None
         out, lse = attend(**arguments, return_aux=self.function("AuxRequest")(lse=True))
-        return out, lse.masked_fill(lse == float("inf"), float("-inf"))
+        return out, masked_lse(lse)
 
 
 # In order of preference.
@@ -141,29 +272,66 @@ _CLASSES = (FlashAttention4, FlashAttention3, FlashAttention2, TorchVarlen)
 ENGINES: tuple[Engine, ...] = tuple(engine() for engine in _CLASSES)
 
 
-def _options(call: Arguments, unlimited: int | None) -> dict[str, Any]:
-    """Return the arguments that all versions of FlashAttention have; see `window_of`."""
-    causal, window = window_of(call.left, call.right, unlimited)
-    return {
-        "q": call.query,
-        "k": call.key,
-        "v": call.value,
-        "softmax_scale": call.scale,
-        "causal": causal,
-        "window_size": window,
-        "softcap": call.softcap,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+def masked_lse(lse: Tensor) -> Tensor:
+    """Return lse with -inf in rows without keys, where FlashAttention 2 returns +inf."""
+    return lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
-def _run_with_probs_flag(engine: Engine, call: Arguments, extra: dict[str, Any]) -> Results:
-    """Run FlashAttention 2 or 3, which return lse only with `return_attn_probs`."""
-    options = _options(call, -1)
-    name = "flash_attn_func" if call.sequences is None else "flash_attn_varlen_func"
-    function = engine.function(name)
-    # Early builds of flash-attn-3 have no flag, and return lse always.
-    if call.want_lse and "return_attn_probs" in inspect.signature(function).parameters:
-        options["return_attn_probs"] = True
-    results = function(**options, **lengths_of(call), **extra)
-    out, lse = (results, None) if isinstance(results, Tensor) else results[:2]
-    return out, lse if call.want_lse else None
+def no_gpu() -> list[str]:
+    """Return the reason why no engine can run on this machine; empty with an NVIDIA GPU."""
+    has_gpu = torch.version.hip is None and torch.cuda.is_available()
+    return [] if has_gpu else ["needs an NVIDIA GPU"]
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU; None without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def _features_of(problem: AttentionProblem, plan: Plan) -> list[str]:
+    """Return the features of a problem that the denylist has entries for."""
+    if not problem.needs_grad:
+        return []
+    features = []
+    if plan.left is not None or plan.right is not None:
+        features.append(denylist.BAND_WITH_GRADIENTS)
+    if (problem.head_dim, problem.head_dim_v) == (192, 128):
+        features.append(denylist.HEAD_DIM_192_128_WITH_GRADIENTS)
+    if problem.head_dim == 256:
+        features.append(denylist.HEAD_DIM_256_WITH_GRADIENTS)
+    return features
+
+
+def _exceeds_limit(problem: AttentionProblem, plan: Plan) -> bool:
+    """Return True if a limit of seqlen_k on the right side changes the window, see Engine."""
+    seqlen_k = plan.key_end - plan.key_begin or problem.seqlen_k
+    if plan.right is None:
+        return plan.left is not None and problem.seqlen_q > seqlen_k + 1
+    return plan.right >= seqlen_k
+
+
+def missing(name: str, min_version: str) -> list[str]:
+    """Return the reason why an engine is not installed in a known version."""
+    version = torch.__version__ if name == TORCH else _installed(name)
+    if version is None:
+        return [f"{name} is not installed"]
+    if Version(version) < Version(min_version):
+        return [f"{name} needs version {min_version}, not {version}"]
+    return []
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed. It is not imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# torch.compile calls these functions while tracing, and treats the results as constants.
+no_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]

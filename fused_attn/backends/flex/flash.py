@@ -6,19 +6,16 @@ functions (`kernel_options={"BACKEND": "FLASH"}`). The package flash-attn-4 must
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import torch
-from packaging.version import Version
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.denylist import BLOCK_SPARSE
+from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend, kernel_files
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
 
 PACKAGE = "flash-attn-4"
-MIN_VERSION = Version("4.0.0b26")  # the first without the race of denylist.BLOCK_SPARSE
+MIN_VERSION = "4.0.0b26"  # the first without the race of denylist.BLOCK_SPARSE
 HOPPER, BLACKWELL = 9, (10, 11)
 # For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
 # both.
@@ -32,7 +29,8 @@ class FlexFlashBackend(FlexBackend):
     engine = "FLASH"
 
     def unavailable(self) -> list[str]:
-        return super().unavailable() + _missing()
+        reasons = super().unavailable() + engines.missing(PACKAGE, MIN_VERSION)
+        return reasons or engines.no_gpu()
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = super().unsupported(problem)
@@ -68,28 +66,6 @@ class FlexFlashBackend(FlexBackend):
         # On Blackwell, each thread block of the forward processes two query tiles.
         major = torch.cuda.get_device_capability(call.query.device)[0]
         return (2 * block_q, block_k) if major in BLACKWELL else BLOCK_SIZE
-
-
-def _missing() -> list[str]:
-    """Return why flash-attn-4 cannot be used here; empty if it can."""
-    version = _installed()
-    if version is None:
-        return [f"{PACKAGE} is not installed"]
-    if version < MIN_VERSION:
-        return [f"needs {PACKAGE} {MIN_VERSION}, not {version}: it {BLOCK_SPARSE.effect}"]
-    return [] if torch.cuda.is_available() else ["torch sees no GPU"]
-
-
-def _installed() -> Version | None:
-    """Return the version of flash-attn-4, or None."""
-    try:
-        return Version(metadata.version(PACKAGE))
-    except metadata.PackageNotFoundError:
-        return None
-
-
-# torch.compile calls the function while tracing, and treats the result as a constant.
-_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 verdicts.KERNELS[FlexFlashBackend.name] = kernel_files

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,7 @@ Action = Callable[[ModuleType], None]
 def behind_import(name: str, action: Action) -> None:
     """Call action(module) now if the module is imported already, otherwise right after its import.
 
-    This function does not trigger the import. If the module is executed again (reloaded), the
-    action is called again.
+    This function does not trigger the import.
 
     Args:
         name: full name of the module, such as "torch.utils.flop_counter".
@@ -29,8 +28,8 @@ def behind_import(name: str, action: Action) -> None:
         sys.meta_path.insert(0, _Finder(name, action))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that wraps the loader of one module, to call the action after its execution."""
+class _Finder(MetaPathFinder):
+    """Finder whose spec of one module calls the action after the module was executed."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action
@@ -40,27 +39,15 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.action(module)
+
+            loader.exec_module = exec_module
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    """Loader that executes a module with its original loader, and then calls the action.
-
-    The executed module has the original loader as its `__loader__` and `__spec__.loader`.
-    """
-
-    def __init__(self, loader: Any, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        self._finder.action(module)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch.nn import Module, Sequential, Softmax
 
-from fused_attn.integrations.bytecode import codes
+from fused_attn.integrations.bytecode import loads
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _SDPA = "scaled_dot_product_attention"
@@ -55,7 +53,7 @@ def _operations(
         return known[function]
     known[function] = Counter()  # a recursive call adds nothing
     found: Counter[str] = Counter()
-    for name, value in _loads(function, module):
+    for name, value in loads(function, module):
         if name in _PRODUCTS:
             found["product"] += 1
         elif _is_softmax(value) or ("softmax" in name.lower() and "log" not in name.lower()):
@@ -66,43 +64,6 @@ def _operations(
             found["sdpa"] += 1
     known[function] = found
     return found
-
-
-def _loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of all globals and attributes that a function loads.
-
-    The operator @ yields "matmul". The value is None where the code does not tell it.
-    """
-    for code in codes(function.__code__):
-        value: Any = None
-        for instruction in dis.get_instructions(code):
-            name, opname = instruction.argval, instruction.opname
-            if instruction.argrepr in ("@", "@=") or opname.endswith("MATRIX_MULTIPLY"):
-                yield "matmul", None
-            if instruction.opcode not in dis.hasname or opname.startswith("STORE"):
-                value = None
-                continue
-            if opname == "LOAD_GLOBAL":
-                value = function.__globals__.get(name)
-            elif isinstance(value, (ModuleType, type)):
-                value = inspect.getattr_static(value, name, None)  # imports nothing
-            else:  # perhaps an attribute of self
-                value = _attribute(module, name, function)
-            yield str(getattr(value, "__name__", name)), value  # imports may rename functions
-
-
-def _attribute(module: Module, name: str, reader: FunctionType) -> Any:
-    """Return an attribute of a module without running properties; None if there is none.
-
-    For a method that reads its own name, by super(), this is the method that it overrides.
-    """
-    for attributes in (module._modules, vars(module)):
-        if name in attributes:
-            return attributes[name]
-    found = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
-    if name == reader.__name__ and reader in found:
-        found = found[found.index(reader) + 1 :]
-    return found[0] if found else None
 
 
 def _function(value: Any) -> FunctionType | None:

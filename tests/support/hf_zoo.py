@@ -129,7 +129,7 @@ def _ran(model: Any) -> set[int]:
     ran: set[int] = set()
 
     def watch(module: Any) -> None:
-        if models._INTERFACE in models._names(type(module)):
+        if models._INTERFACE in models.names_in(type(module)):
             module.register_forward_pre_hook(lambda module, _: ran.add(id(module)))
         for child in module.children():
             if not isinstance(child, transformers.PreTrainedModel) or not unsupported(child):

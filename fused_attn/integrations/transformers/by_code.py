@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch.nn import Module
 
+from fused_attn.integrations.bytecode import same_code_key
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
@@ -75,15 +76,4 @@ def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
 
 
 def _code(cls: type) -> Any:
-    """Return a key that is equal for classes with the same forward, _norm and __call__ code.
-
-    Names of classes and methods, and line numbers, are not part of the key.
-    """
-    methods = []
-    for name in ("forward", "_norm", "__call__"):
-        code = getattr(cls.__dict__.get(name), "__code__", None)
-        methods.append(
-            code
-            and (code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars)
-        )
-    return tuple(methods)
+    return same_code_key(cls, ("forward", "_norm", "__call__"))

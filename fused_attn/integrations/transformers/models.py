@@ -7,11 +7,10 @@ warning. `unsupported` returns the reason.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeGuard, cast
 
 from torch.nn import Module
@@ -22,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fused_attn.integrations.bytecode import codes
+from fused_attn.integrations.bytecode import keywords_in, methods_of, names_in
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
 from fused_attn.integrations.transformers.encoders import NAME, fused_stack
 from fused_attn.integrations.transformers.masks import attention_mask
@@ -83,14 +82,14 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
     if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
         return "it supports neither sdpa nor other implementations: it does more with its masks"
     for part in _parts(kind):
-        names = _names(part)
+        names = names_in(part)
         for table in map(_globals(part).get, names):
             if _is_table(table) and NAME not in table:
                 return f"{part.__name__} picks its attention by name from {', '.join(table)}"
         if _INTERFACE in names:
-            if any(map(_resolves_to_eager, _methods(part))):
+            if any(map(_resolves_to_eager, methods_of(part))):
                 return f"{part.__name__} finds no implementation but eager attention"
-            keywords = _keywords(part)
+            keywords = keywords_in(part)
             for argument, meaning in REFUSED.items():
                 if argument in keywords:
                     return f"{part.__name__} hands over {argument}, which {meaning}"
@@ -170,7 +169,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def _attends(module: Any) -> bool:
     """Return True if a module or a descendant calls the interface, ignoring unsupported models."""
     kind: Any = type(module)
-    if _INTERFACE in _names(kind):
+    if _INTERFACE in names_in(kind):
         return True
     return any(
         _attends(child)
@@ -187,7 +186,7 @@ def _parts(kind: Any) -> list[Any]:
     found, new = [kind], [kind]
     while new:
         part = new.pop()
-        for name in sorted(_names(part)):
+        for name in sorted(names_in(part)):
             value = _globals(part).get(name)
             if (
                 isinstance(value, type)
@@ -201,48 +200,13 @@ def _parts(kind: Any) -> list[Any]:
     return found
 
 
-def _resolves_to_eager(code: types.CodeType) -> bool:
+def _resolves_to_eager(code: CodeType) -> bool:
     """Return True if code looks up implementations by `getattr` on the interface.
 
     Implementations are dictionary entries, so `getattr` always returns its default, eager.
     """
     names = code.co_names
     return _INTERFACE in names and "getattr" in names and "get_interface" not in names
-
-
-@functools.cache
-def _names(kind: type) -> frozenset[str]:
-    """Return the global and attribute names in the methods of a class and its bases."""
-    return frozenset(name for code in _methods(kind) for name in code.co_names)
-
-
-def _keywords(kind: type) -> frozenset[str]:
-    """Return the keyword argument names of the calls in the methods of a class and its bases.
-
-    The names are read from the bytecode, because classes created by exec have no source.
-    """
-    return frozenset(
-        name
-        for code in _methods(kind)
-        for constant in code.co_consts
-        if isinstance(constant, tuple)
-        for name in constant
-        if isinstance(name, str)
-    )
-
-
-def _methods(kind: type) -> Iterator[types.CodeType]:
-    """Yield the code objects of the methods of a class and its bases, with nested functions.
-
-    Methods of torch's classes and PreTrainedModel are omitted.
-    """
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "torch" or base is PreTrainedModel:
-            continue
-        for value in vars(base).values():
-            function = inspect.unwrap(value) if callable(value) else None
-            if isinstance(function, types.FunctionType):
-                yield from codes(function.__code__)
 
 
 def _globals(kind: type) -> dict[str, Any]:

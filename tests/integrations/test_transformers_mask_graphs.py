@@ -50,7 +50,8 @@ def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_masks_in_a_graph_are_structure(inference, monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
     kinds = []
     attend = functional.scaled_dot_product_attention
 
@@ -66,13 +67,13 @@ def test_masks_in_a_graph_are_structure(inference, monkeypatch):
     query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
 
     def layer(query, key):
-        mask = attention_mask(2, 4, 6, attention_mask=PADDING)
-        mask[:, :, 0].any()  # reading is not writing
+        mask = attention_mask(2, query.shape[2], key.shape[2], attention_mask=PADDING)
+        assert mask.shape[-1] > 1 and mask.dtype == torch.bool  # reads no values
         return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
 
     with torch.inference_mode(inference):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(query, key)
-    assert kinds == [True]
+        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(query, key)
+    assert kinds and all(kinds)
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import importlib
 import io
 import pickle
 
@@ -33,6 +34,10 @@ from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E
 from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
 from fused_attn.masks.spec import normalize  # noqa: E402
+
+# A model that asks for a mask is imported, so the models of these configs must be, too.
+for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
+    importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 SHAPE = (2, 1, 4, 6)
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -306,12 +311,10 @@ def test_what_is_written_into_the_memory_of_a_model_mask_counts(way):
     assert mask.content().all()
 
 
-def test_data_of_a_model_mask_can_be_set():
+def test_data_of_a_model_mask_cannot_be_set():
     mask, expected = model_mask()
-    mask.data = ~expected
-    assert torch.equal(mask.content(), ~expected)
-    with pytest.raises(ValueError, match=r"must stay \(2, 1, 4, 6\)"):
-        mask.data = expected[:1]
+    with pytest.raises(AttributeError):
+        mask.data = ~expected
 
 
 def test_what_is_written_into_one_of_several_model_masks_counts():
@@ -351,11 +354,13 @@ def test_shapes_of_model_masks_stay(change):
 def test_reading_a_model_mask_keeps_its_structure(made_in_inference_mode):
     with torch.inference_mode(made_in_inference_mode):
         mask, _ = model_mask()
-        assert mask[:, :, 0].any()
+        assert mask.any() and (mask == 0).any()
         assert isinstance(mask.content(), Mask)
+        mask[:, :, 0].any()  # whoever has a view may write to it later
+        assert not isinstance(mask.content(), Mask)
 
 
-def test_model_masks_are_copied_with_their_structure():
+def test_copies_of_model_masks_are_tensors():
     mask, expected = model_mask()
     file = io.BytesIO()
     torch.save(mask, file)
@@ -364,18 +369,17 @@ def test_model_masks_are_copied_with_their_structure():
         copy.copy(mask),
         copy.deepcopy(mask),
         pickle.loads(pickle.dumps(mask)),
-        torch.load(file, weights_only=False),
+        torch.load(file),
     ):
-        assert other is not mask
-        assert isinstance(other, ModelMask)
-        assert isinstance(other.content(), Mask)
-        assert torch.equal(other.dense(), expected)
+        assert type(other) is torch.Tensor
+        assert torch.equal(other, expected)
+
+
+def test_moved_model_masks_keep_their_structure():
+    mask, _ = model_mask()
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, ModelMask)
     assert {t.device.type for t in moved.content().tensors()} == {"meta"}
-    mask[...] = False
-    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert not other.any()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 8), (4, 5), (4, 1), (1, 6), (5, 6)])

@@ -9,7 +9,6 @@ union, is evaluated at every position, as for sdpa. This is slow but always corr
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -32,6 +31,7 @@ from transformers.masking_utils import (
 
 from fused_attn import masks
 from fused_attn.base.torch_state import captured, plain_eager
+from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
 
@@ -178,36 +178,25 @@ def _adds_masks(config: type) -> bool:
 
 @functools.cache
 def _adds_masks_at_first(config: type) -> bool:
+    models = _loaded_models()
     bases = [base for base in config.__mro__ if issubclass(base, PreTrainedConfig)]
-    for base in bases:  # a user's config may extend a library config and define no models
-        models = [model for model in _models_beside(base) if model.config_class is base]
-        models = models or [model for model in _loaded_models() if model.config_class is base]
-        if models:
-            return not any(model._supports_sdpa for model in models)
+    files = [base.__module__.replace("configuration_", "modeling_") for base in bases]
+    for base, file in zip(bases, files, strict=True):
+        own = [model for model in models if model.config_class is base]
+        own = [model for model in own if model.__module__ == file] or own
+        if own:
+            return not any(model._supports_sdpa for model in own)
     # The config is nested in another config, or unknown. Return False only if all models beside it
     # support sdpa, because a model that supports only float masks must get those.
-    beside = next(filter(None, map(_models_beside, bases)), [])
-    return not (beside and all(model._supports_sdpa for model in beside))
-
-
-def _models_beside(config: type) -> list[type[PreTrainedModel]]:
-    """Return the model classes of the modeling file that belongs to a config's file."""
-    name = config.__module__.replace("configuration_", "modeling_")
-    try:
-        library = importlib.import_module(name)
-    except ImportError:  # user code that does not follow the library's file names
-        return []
-    return [
-        value
-        for value in vars(library).values()
-        if isinstance(value, type)
-        and issubclass(value, PreTrainedModel)
-        and value.__module__ == name
-        and value is not PreTrainedModel
-    ]
+    for file in files:
+        beside = [model for model in models if model.__module__ == file]
+        if beside:
+            return not all(model._supports_sdpa for model in beside)
+    return True
 
 
 def _loaded_models() -> list[type[PreTrainedModel]]:
+    """Return all model classes that were imported; the one that asks for a mask is among them."""
     found = [PreTrainedModel]
     for kind in found:  # the list grows while it is iterated
         found.extend(kind.__subclasses__())
@@ -222,9 +211,7 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
         return _EVERYTHING
     if torch.compiler.is_compiling() or not isinstance(function, FunctionType):
         return None
-    code = function.__code__
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    names = dict(zip(code.co_freevars, cells, strict=True))
+    code, names = function.__code__, closure_of(function)
     if code is _AND:
         return _intersection([_structure(part) for part in names["mask_functions"]])
     if code is _PACKED:

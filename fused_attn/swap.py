@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fused_attn import nn
 from fused_attn.backends import default_backend
 from fused_attn.integrations.attention_in_code import attention_in
 from fused_attn.integrations.transformers.encoders import PackedStack
@@ -215,10 +216,10 @@ def contains_fused_modules(model: Module) -> bool:
 
 def _register_integrations(model: Module) -> None:
     """Add the classes of timm and transformers to REPLACEMENTS, if these are imported."""
-    if "timm.layers" in sys.modules:
-        from fused_attn.integrations import timm
-
-        timm.register()
+    timm: Any = sys.modules.get("timm.layers")
+    if timm is not None:
+        # A subclass that computes the same as torch's, with faster kernels under autocast.
+        REPLACEMENTS[timm.LayerNorm] = nn.LayerNorm
     if "transformers" in sys.modules:
         from fused_attn.integrations.transformers import by_code
 

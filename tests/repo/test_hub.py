@@ -27,7 +27,7 @@ from kernels import get_local_kernel
 
 kernel = get_local_kernel(Path(sys.argv[1]), backend="cpu")
 import importlib, pkgutil
-LEFT_OUT = ("_cuda", "__main__", "integrations.timm")
+LEFT_OUT = ("_cuda", "__main__")
 for found in pkgutil.walk_packages(kernel.__path__, kernel.__name__ + "."):
     if "triton." not in found.name and not found.name.endswith(LEFT_OUT):
         importlib.import_module(found.name)

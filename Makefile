@@ -76,12 +76,12 @@ examples: env ## train all examples on real data, and bring their figures into e
 		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
 		$(BIN)/python benchmarks/report.py && exit $$failed
 
-# tests/support/stages.py has the stages. STAGES="triton cuda" runs those alone.
+# scripts/stages.py has the stages. STAGES="triton cuda" runs those alone.
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
-	@$(BIN)/python tests/support/stages.py $(STAGES)
+	@$(BIN)/python scripts/stages.py $(STAGES)
 
 test-all: env emulator third-party ## run the tests with those that `test` leaves out: see CONTRIBUTING.md
-	@$(BIN)/python tests/support/stages.py --all $(STAGES)
+	@$(BIN)/python scripts/stages.py --all $(STAGES)
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
 	$(SAY) "every kernel for every GPU, many minutes"
@@ -157,7 +157,7 @@ test-draws: env ## run the numerics tests on other random inputs, DRAWS times, w
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
 # It takes some hours on one core.
-RANDOM = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/random_problems.py
+RANDOM = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/random_problems.py
 PROBLEMS ?= 20000
 random-problems: env emulator ## search for results outside the contract among random problems, half of them hard
 	@failed=0; isas=$$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); \
@@ -274,7 +274,7 @@ gpu-build:
 # On all cores; a worker that a test crashed or left with a broken GPU is replaced.
 GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
 gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
-	PYTHONPATH="$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
+	PYTHONPATH="$(CURDIR)/scripts" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
 		-n auto --dist worksteal --max-worker-restart 100000 --continue-on-collection-errors $(GPU_TESTS)
 
 # Results that were finished are kept, whatever fails. GPU_SESSION="--dry" needs no GPU.

@@ -279,7 +279,7 @@ class Session:
 
     def _environment(self, run: Run) -> dict[str, str]:
         """Return the environment of a run. Caches are in the work folder, not in the home."""
-        path = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        path = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         caches = {
             name: str(self.work / name.lower())
             for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
     """Return the environment variables of a process with the pretended GPU."""
     library, caches = str(FOLDER / "lib"), FOLDER / "cache"
     # `site` has the sitecustomize.py that finds the compiled modules; the package is in ROOT.
-    paths = [HERE, HERE / "site", ROOT, HERE.parent / "support"]
+    paths = [HERE, HERE / "site", ROOT, HERE.parent / "support", ROOT / "scripts"]
     return os.environ | {
         "LD_LIBRARY_PATH": library,
         "TRITON_LIBCUDA_PATH": library,

@@ -4,7 +4,7 @@ Hard problems have few visible keys, or one key with nearly all the weight. Thei
 are small differences of large terms and expose every rounding. Each problem has a number. To search
 a range of them:
 
-    python tests/support/random_problems.py --isa avx2 amx --dtype float32 --problems 20000
+    python scripts/random_problems.py --isa avx2 amx --dtype float32 --problems 20000
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import argparse
 import contextlib
 import pickle
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import torch
 from helpers import BACKENDS, INTERPRETED, compare_with_eager, random_qkv, short

@@ -1,6 +1,6 @@
 """Run the pytest stages of `make test` one after another and summarize their results.
 
-    python tests/support/stages.py [--all] [stage ...]
+    python scripts/stages.py [--all] [stage ...]
 
 `make test` skips the tests that are marked `thorough`. `make test-all` passes --all to run them.
 
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "test-results"  # JUnit XML, with the duration of each test
 INTERRUPTED = 2  # pytest's exit status after Ctrl-C
 

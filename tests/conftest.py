@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 import triton_interpreter
-from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes, use_draw
+from helpers import (
+    BACKENDS,
+    INTERPRETED,
+    ISAS,
+    SLOW_BACKENDS,
+    device_of,
+    runnable,
+    takes,
+    use_draw,
+)
 
-from fused_attn.backends import verdicts
+from fused_attn.backends import cpp, verdicts
 from fused_attn.base import small_calls
 
 if INTERPRETED:
@@ -43,6 +52,18 @@ def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
         small_calls.limits = small_calls.NONE
     yield
     small_calls.limits = limits
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on the kernels of each instruction set that this CPU has.
+
+    A test or a file selects some of them by parametrize("isa", ..., indirect=True).
+    """
+    if not runnable(request.param):
+        pytest.skip(f"reason: this CPU has no {request.param}")
+    with cpp.use_isa(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import ISAS, drawn, runnable, short
+from helpers import drawn, short, use_threads
 from torch import Tensor
 
 import fused_attn
 from fused_attn import masks
-from fused_attn.backends import cpp
 
-RUNNABLE = [isa for isa in ISAS if runnable(isa)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAGE = 32
-
-
-@pytest.fixture(params=RUNNABLE)
-def isa(request):
-    with cpp.use_isa(request.param):
-        yield request.param
-
-
-@contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Case:
@@ -84,7 +64,7 @@ class Case:
             table = table.view(len(lengths), pages)
         else:
             caches = [x[:, :, : max(lengths)].contiguous() for x in caches]
-        with threads(num_threads):
+        with use_threads(num_threads):
             return list(
                 fused_attn.decode_attention(
                     query, *caches, cache_lengths=lengths, block_table=table, backend="cpp",

@@ -7,21 +7,18 @@ import torch
 from helpers import (
     BACKENDS,
     DTYPES,
-    ISAS,
     ONE_16_BIT_TYPE,
     assert_outputs_like_eager,
     attention,
     device_of,
-    drawn,
     random_qkv,
-    runnable,
     short,
 )
 from mask_cases import FIELDS, MASKS
 
 from fused_attn import functional as F
-from fused_attn import masks, varlen_attention
-from fused_attn.backends import cpp, get_backend
+from fused_attn import masks
+from fused_attn.backends import get_backend
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
@@ -67,52 +64,31 @@ def test_compiled_calls_take_it_too():
         )
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
 def test_isas(group, seqlen_q, isa, dtype):
-    """Lanes are features or queries, tiles are there or not, and panels where there are more."""
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    with cpp.use_isa(isa):
-        shape = (1, 2 * group, 2, seqlen_q, 1000)
-        check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
-        check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
+    """Vectors of features or of queries, AMX tiles, and more rows than one query tile has."""
+    shape = (1, 2 * group, 2, seqlen_q, 1000)
+    check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
+    check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), IN_TILES)
+@pytest.mark.parametrize(("isa", "dtype"), IN_TILES, indirect=["isa"])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
-def test_panels_of_heads(rows, name, isa, dtype):
-    """In tile registers: 12 heads that share keys, with 3 queries or more than a panel's rows."""
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
+def test_heads_in_tile_registers(rows, name, isa, dtype):
+    """12 heads that share keys, with few queries or more than a query tile has."""
     mask = MASKS[name](2, 24, rows, 300)
-    with cpp.use_isa(isa):
-        check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
-        check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
+    check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
+    check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), IN_TILES)
-def test_panels_of_large_scores(isa, dtype):
-    """Maxima that rise from block to block, and one key that has all the weight."""
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
+@pytest.mark.parametrize(("isa", "dtype"), IN_TILES, indirect=["isa"])
+def test_large_scores_in_tile_registers(isa, dtype):
+    """The maximum rises from block to block, and one key has nearly all the weight."""
     tensors = random_qkv(1, 8, 1, 2, 600, 64)
     tensors["key"] *= torch.linspace(0.1, 12, 600).view(-1, 1)
-    with cpp.use_isa(isa):
-        check(tensors, None, dtype)
-
-
-@ONE_16_BIT_TYPE
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize(("batch", "heads"), [(0, 4), (2, 0)])
-def test_nothing_to_do(batch, heads, dtype, backend):
-    query = torch.zeros(batch, heads, 1, 64, dtype=dtype, device=device_of(backend))
-    cache = query.expand(batch, heads, 300, 64)
-    out = F.scaled_dot_product_attention(query, cache, cache, backend=backend)
-    assert out.shape == query.shape
+    check(tensors, None, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,31 +145,3 @@ def test_heads_that_share_keys_see_others(rows, kind, backend):
         tensors[name][0, :, 448:] = tensors[name][1, :, 448:] = float("nan")
     for mask in (seen, seen[:, :, :1]):
         check(tensors, kind(mask), torch.float32, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed(is_causal, backend):
-    """Some sequences without queries, some without keys."""
-    lengths_q, lengths_k = (3, 0, 1, 5, 2), (300, 40, 0, 129, 7)
-    generator = drawn(0)
-    tensors = {
-        name: torch.randn(sum(lengths), heads, 32, generator=generator)
-        for name, heads, lengths in (
-            ("query", 4, lengths_q), ("key", 2, lengths_k), ("value", 2, lengths_k),
-        )
-    }  # fmt: skip
-
-    def of(backend):
-        def call(query, key, value):
-            ends = (
-                torch.tensor((0, *n)).cumsum(0).to(query.device) for n in (lengths_q, lengths_k)
-            )
-            return varlen_attention(
-                query, key, value, *ends, 5, 300, is_causal=is_causal, return_lse=True,
-                backend=backend,
-            )  # fmt: skip
-
-        return call
-
-    assert_outputs_like_eager(of, tensors, torch.float32, backend)

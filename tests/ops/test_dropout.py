@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from helpers import BACKENDS, device_of, runnable
+from helpers import BACKENDS, device_of, use_threads
 
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp
 from fused_attn.base import philox
 
-ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"]
 SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 
@@ -105,33 +104,21 @@ def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
     assert abs(got.double().mean().item() - (1 - dropout_p)) < 0.02
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_attention_mask_on_every_isa_and_number_of_threads(threads, isa):
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with cpp.use_isa(isa):
-            assert cpp.isa() == isa
-            got = kept_by_attention("cpp", 0.3)
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_attention_mask_on_every_isa_and_number_of_threads(number, isa):
+    assert cpp.isa() == isa
+    with use_threads(number):
+        got = kept_by_attention("cpp", 0.3)
     assert torch.equal(got, expected_by_attention("cpp", 0.3))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dropout_p", [2.0**-18, 2.0**-16, 1 - 2.0**-16, 1 - 2.0**-18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_first_and_last_steps_of_dropout_p(dtype, dropout_p, isa):
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    with cpp.use_isa(isa):
-        got = kept_by_attention("cpp", dropout_p, dtype)
-        x = torch.ones(30, 193, dtype=dtype)
-        options = {"dropout_p": dropout_p, "seed": 3, "return_residual": True, "backend": "cpp"}
-        total = F.rms_norm(x, 193, **options)[1]
+    got = kept_by_attention("cpp", dropout_p, dtype)
+    x = torch.ones(30, 193, dtype=dtype)
+    options = {"dropout_p": dropout_p, "seed": 3, "return_residual": True, "backend": "cpp"}
+    total = F.rms_norm(x, 193, **options)[1]
     assert torch.equal(got, expected_by_attention("cpp", dropout_p))
     assert torch.equal(total != 0, philox.norm_keep(torch.tensor(3), dropout_p, 30, 193))
 
@@ -156,13 +143,9 @@ def test_norm_mask(columns, backend):
     torch.testing.assert_close(total[keep], torch.full_like(total[keep], 1 / kept))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("columns", [3, 64, 193])
 def test_norm_mask_on_every_isa(columns, isa):
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    with cpp.use_isa(isa):
-        test_norm_mask(columns, "cpp")
+    test_norm_mask(columns, "cpp")
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, ISAS, assert_like_eager, attention, drawn, random_qkv, runnable, short
+from helpers import DTYPES, assert_like_eager, attention, drawn, random_qkv, short
 from mask_cases import MASKS
 
 from fused_attn import functional, masks
-from fused_attn.backends import cpp
-
-
-@pytest.fixture(params=[isa for isa in ISAS if runnable(isa)])
-def isa(request):
-    with cpp.use_isa(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -10,26 +10,17 @@ from helpers import (
     assert_outputs_like_eager,
     attention,
     random_qkv,
-    runnable,
     short,
 )
 from mask_cases import MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import cpp
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Those that multiply tiles, and two that do not.
 TILE_ISAS = [*(isa for isa in ISAS if isa.startswith("amx")), "avx512_bf16", "avx2"]
-
-
-@pytest.fixture(params=TILE_ISAS)
-def isa(request):
-    if not runnable(request.param):
-        pytest.skip(f"reason: this CPU has no {request.param}")
-    with cpp.use_isa(request.param):
-        yield request.param
+pytestmark = pytest.mark.parametrize("isa", TILE_ISAS, indirect=True)
 
 
 def without_lse(mask=None, **options):
@@ -193,7 +184,7 @@ def test_scores_far_apart(mask, size, dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("scale", [1e-46, 1e-38, 1e-30, 1e-12, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("scale", [1e-46, 1e-30, 1e-7, 1e-5, 1e-2])
 def test_scores_that_are_nearly_the_same(scale, dtype, isa):
     """Powers of 2 next to 1, from both sides; and a scale that is 0 in float32, which times the
     -inf of what is hidden would be NaN."""
@@ -208,18 +199,3 @@ def test_results_below_the_normal_numbers(isa):
     value[0, 0, :3] = 1.5 * 2.0**-126
     out = F.scaled_dot_product_attention(query, key, value)
     assert ((out.double() - 4.5 / 139 * 2.0**-126).abs() <= 2.0**-134).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_any_number_of_threads_gives_the_same_bits(dtype, isa):
-    tensors = random_qkv(1, 2, 1, 300, 500, 32)
-    tensors["value"] *= 2.0 ** (torch.arange(500)[:, None] // 64 % 4 * 3)
-    inputs = [t.to(dtype) for t in tensors.values()]
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(result, results[0]) for result in results)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, ISAS, assert_like_eager, attention, drawn, random_qkv, runnable, short
+from helpers import (
+    DTYPES,
+    assert_like_eager,
+    attention,
+    drawn,
+    random_qkv,
+    short,
+    use_threads,
+)
 from mask_cases import MASKS
 from norm_cases import norm, tensors_of
 
@@ -14,19 +22,12 @@ from fused_attn.call.calls import NormCall
 from fused_attn.call.options import NormOptions
 
 
-@pytest.fixture(params=ISAS)
-def isa(request):
-    if not runnable(request.param):
-        pytest.skip(f"reason: this CPU has no {request.param}")
-    with cpp.use_isa(request.param):
-        yield request.param
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name, dtype, isa):
-    mask = MASKS[name](3, 4, 45, 149)
-    tensors = random_qkv(3, 4, 2, 45, 149, 36, 20)
+    """More than 64 queries, because float32 runs on AVX-512 kernels below that on CPUs with AMX."""
+    mask = MASKS[name](3, 4, 75, 149)
+    tensors = random_qkv(3, 4, 2, 75, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
 
@@ -144,16 +145,42 @@ def test_rows_that_do_not_exist_have_no_gradient(dtype, biased, isa):
     assert value.grad.isfinite().all()
 
 
-def test_nan_with_dropout_does_not_depend_on_threads(isa):
-    query = torch.randn(1, 1, 520, 32, generator=drawn(4))
-    key, value = (torch.randn(1, 1, 3, 32, generator=drawn(5)) for _ in range(2))
-    value[0, 0, 1, 5] = torch.nan
-    found, threads = [], torch.get_num_threads()
-    for n in (1, 2, 8):
-        torch.set_num_threads(n)
-        out = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=0.4, seed=1
+def assert_same_bits_on_threads(run):
+    """Assert that run() returns the same bits for several numbers of threads."""
+    results = []
+    for number in (1, 2, 5):
+        with use_threads(number):
+            results.append(run())
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_threads_do_not_change_gradients(dtype, isa):
+    """The gradient of a bias that is broadcast over the batch is a sum over all threads."""
+    tensors = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
+    bias = torch.randn(1, 4, 300, 300, generator=drawn(6))
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (*tensors, bias)]
+        out, lse = functional.scaled_dot_product_attention(
+            *leaves, 0.2, enable_gqa=True, return_lse=True, seed=1
         )
-        found.append(out.isnan().sum().item())
-    torch.set_num_threads(threads)
-    assert len(set(found)) == 1, found
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaves)
+
+    assert_same_bits_on_threads(run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("seqlen_k", "dropout_p"), [(500, 0.0), (3, 0.4)])
+def test_threads_do_not_change_inference(seqlen_k, dropout_p, dtype, isa):
+    """Values differ in magnitude, and one is NaN, which dropout removes from some rows."""
+    tensors = random_qkv(1, 2, 1, 520, seqlen_k, 32)
+    tensors["value"] *= 2.0 ** (torch.arange(seqlen_k)[:, None] // 64 % 4 * 3)
+    tensors["value"][0, 0, seqlen_k // 2, 5] = torch.nan
+    inputs = [t.to(dtype) for t in tensors.values()]
+    options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p, "seed": 1}
+    assert_same_bits_on_threads(
+        lambda: [functional.scaled_dot_product_attention(*inputs, **options)]
+    )

@@ -13,6 +13,7 @@ from helpers import (
     drawn,
     leaves_of,
     short,
+    use_threads,
 )
 from norm_cases import LAYOUTS, norm, tensors_of
 
@@ -199,21 +200,16 @@ def test_cancellation(backend):
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
 
-@pytest.mark.not_emulated("the interpreter runs one program after the other")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results_do_not_depend_on_threads(backend):
+def test_results_do_not_depend_on_threads():
     tensors = tensors_of("layer_norm", (300, 64), True, True)
-    runs, before = [], torch.get_num_threads()
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
-            leaves = leaves_of(tensors.values(), torch.float32, backend)
+    runs = []
+    for number in (1, 2, 3):
+        with use_threads(number):
+            leaves = leaves_of(tensors.values(), torch.float32, "cpp")
             torch.manual_seed(3)
-            out, total = norm("layer_norm", dropout_p=0.3)(backend)(*leaves)
+            out, total = norm("layer_norm", dropout_p=0.3)("cpp")(*leaves)
             (out.square().sum() + total.sum()).backward()
             runs.append([out, total, *(leaf.grad for leaf in leaves)])
-        finally:
-            torch.set_num_threads(before)
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import BACKENDS, ISAS, assert_like_eager, device_of, random_qkv, runnable
+from helpers import BACKENDS, assert_like_eager, device_of, random_qkv
 
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend, problem_of
@@ -98,16 +98,12 @@ def test_heads_that_share_keys(dtype, backend):
     assert_keeps(shard(part, backend, dtype, True), backend, whole_keep()[part], False)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_isa(dtype, part, isa):
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    with cpp.use_isa(isa):
-        for needs_grad in (False, True):
-            test_part_of_the_whole(needs_grad, dtype, part, "cpp")
-            test_gradients_of_a_part(needs_grad, dtype, part, "cpp")
-        test_heads_that_share_keys(dtype, "cpp")
+    for needs_grad in (False, True):
+        test_part_of_the_whole(needs_grad, dtype, part, "cpp")
+        test_gradients_of_a_part(needs_grad, dtype, part, "cpp")
+    test_heads_that_share_keys(dtype, "cpp")
 
 
 @pytest.mark.thinned(
@@ -292,13 +288,9 @@ def test_norms(batch0, columns, dtype, backend):
         assert torch.equal((call.input.grad != 0).cpu(), keep)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_on_every_isa(dtype, isa):
-    if not runnable(isa):
-        pytest.skip(f"reason: this CPU has no {isa}")
-    with cpp.use_isa(isa):
-        test_norms([4, 0], 193, dtype, "cpp")
+    test_norms([4, 0], 193, dtype, "cpp")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,5 +1,7 @@
-"""Gradients where tile registers make them: panels of 32 queries meet blocks of 32 keys, some of
-each at a time, and sums of what was hidden in between are left out."""
+"""Gradients of the AMX kernels, which combine 32 queries with 32 keys and skip hidden tiles.
+
+test_isas.py runs them with every mask.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,15 @@ from helpers import (
     assert_outputs_like_eager,
     attention,
     random_qkv,
-    runnable,
     short,
 )
-from mask_cases import MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import cpp
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-TILE_ISAS = [isa for isa in ISAS if isa.startswith("amx")]
-
-
-@pytest.fixture(params=TILE_ISAS)
-def isa(request):
-    if not runnable(request.param):
-        pytest.skip(f"reason: this CPU has no {request.param}")
-    with cpp.use_isa(request.param):
-        yield request.param
+AMX = [isa for isa in ISAS if isa.startswith("amx")]
+pytestmark = pytest.mark.parametrize("isa", AMX, indirect=True)
 
 
 def checkered(queries: int, keys: int) -> torch.Tensor:
@@ -37,13 +29,6 @@ def checkered(queries: int, keys: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     tiles = torch.rand(-(-queries // 32), -(-keys // 32), generator=generator) < 0.5
     return tiles.repeat_interleave(32, 0).repeat_interleave(32, 1)[:queries, :keys]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name, dtype, isa):
-    tensors = random_qkv(2, 4, 2, 75, 149, 36, 20)
-    assert_like_eager(attention(MASKS[name](2, 4, 75, 149), enable_gqa=True), tensors, dtype, "cpp")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -156,23 +141,3 @@ def test_a_forward_is_the_same_with_gradients(dtype, isa):
     learning = [t.clone().requires_grad_() for t in leaves]
     out = F.scaled_dot_product_attention(*learning, enable_gqa=True, backend="cpp")
     assert out.requires_grad and torch.equal(out, plain)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_same_bits_for_any_number_of_threads(dtype, isa):
-    leaves = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
-    bias = torch.randn(1, 4, 300, 300)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            own = [t.clone().requires_grad_() for t in (*leaves, bias)]
-            out = F.scaled_dot_product_attention(
-                *own[:3], masks.bias(own[3]), enable_gqa=True, backend="cpp"
-            )
-            out.backward(torch.ones_like(out))
-            results.append([out, *(t.grad for t in own)])
-    finally:
-        torch.set_num_threads(threads)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))

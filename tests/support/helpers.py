@@ -372,6 +372,17 @@ def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> li
     return [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
 
 
+@contextlib.contextmanager
+def use_threads(number: int) -> Iterator[None]:
+    """Use a number of threads in the CPU kernels within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def runnable(isa: str) -> bool:
     """Return True if this machine can run the kernels of an instruction set."""
     try:

@@ -15,7 +15,7 @@ from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import fused_attn
 from fused_attn import functional as F
-from fused_attn import masks, nn, varlen_attention
+from fused_attn import masks, varlen_attention
 from fused_attn.nn.weights import attention_with_weights
 
 TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 1e-4)}
@@ -122,14 +122,6 @@ def test_vectorized_jacobian_and_hessian(name, backend):
         assert_same(jacobian(first, tuple(leaves), vectorize=True, **options), want)
         want = hessian(loss, leaves[0], **options)
         assert_same([hessian(loss, leaves[0], vectorize=True, **options)], [want])
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_modules(norm_first):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, norm_first=norm_first).double()
-    inputs = (torch.randn(4, 2, 8, dtype=torch.float64, requires_grad=True),)
-    assert gradcheck(layer, inputs, check_batched_grad=True)
-    assert gradgradcheck(layer, inputs, check_batched_grad=True, fast_mode=True)
 
 
 def test_enabled():

@@ -149,6 +149,10 @@ CASES = {
         lambda: sdpa(attn_mask="causal"),
         TypeError, "attn_mask must be a bool tensor, a float tensor or a Mask, got str",
     ),
+    "sparse_mask": (
+        lambda: sdpa(attn_mask=torch.zeros(5, 7).to_sparse()),
+        TypeError, "attn_mask must be a dense tensor",
+    ),
     "mask_device": (
         lambda: sdpa(attn_mask=torch.ones(5, 7, device="meta")),
         ValueError, "attn_mask must be on cpu (as query), got meta",
@@ -288,6 +292,9 @@ CASES = {
     "no_normalized_shape": (
         lambda: F.layer_norm(torch.tensor(1.0), ()),
         ValueError, "normalized_shape must have at least one dimension, got ()",
+    ),
+    "large_normalized_shape": (
+        lambda: F.layer_norm(Q, (1 << 70,)), ValueError, "input must end in normalized_shape",
     ),
     "float_normalized_shape": (
         lambda: F.layer_norm(Q, (8.0,)),

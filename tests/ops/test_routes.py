@@ -1,4 +1,4 @@
-"""Calls of plain tensors need no look by validation, and each route gives the same bits."""
+"""Calls of plain tensors skip validation, and each dispatch path returns the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _seed():
 
 @pytest.fixture
 def looked_at():
-    """The calls that validation has looked at."""
+    """Return the list of calls that were validated."""
     with routes.looked_at() as calls:
         yield calls
 
@@ -81,7 +81,9 @@ def test_every_route_gives_the_same_bits(mask, dropout_p, dtype, looked_at):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(
-    "options", [{"softcap": 5.0}, {"return_lse": True}, {"bias": True}], ids=str
+    "options",
+    [{"softcap": 5.0}, {"scale": 0.3}, {"scale": 2}, {"return_lse": True}, {"bias": True}],
+    ids=str,
 )
 def test_every_option_takes_the_same_route(options, dtype, looked_at):
     options, leaves = dict(options), tensors(dtype)
@@ -98,16 +100,6 @@ def test_every_option_takes_the_same_route(options, dtype, looked_at):
             assert not looked_at
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("scale", [None, 0.3, 2])
-def test_scale(scale, looked_at):
-    leaves = tensors(torch.float64)
-    ours = trained(leaves, scale=scale)
-    assert not looked_at
-    with checked_first():
-        other = trained(leaves, scale=scale)
-    assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -129,24 +121,6 @@ def test_gradients_of_any_layout(given, looked_at):
             results.append(torch.autograd.grad(given(out), leaves))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.sampled("dropout is there", dropout_p=[0.0])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_second_order_and_batches(dropout_p, looked_at):
-    leaves = [t[:1, :2, :5].detach().requires_grad_() for t in tensors(torch.float64)]
-
-    def attend(*qkv):
-        torch.manual_seed(3)
-        return F.scaled_dot_product_attention(*qkv, is_causal=True, dropout_p=dropout_p)
-
-    assert torch.autograd.gradcheck(attend, leaves)
-    assert torch.autograd.gradgradcheck(attend, leaves)
-    assert not looked_at
-    jacobians = [
-        torch.autograd.functional.jacobian(attend, tuple(leaves), vectorize=v) for v in (0, 1)
-    ]
-    torch.testing.assert_close(*jacobians)
 
 
 def test_some_gradients_and_retained_graphs(looked_at):
@@ -177,16 +151,23 @@ def test_changes_before_the_backward_are_errors(changed, looked_at):
         out.sum().backward()
 
 
+CHANGES = {
+    "float64": lambda t: t.to(torch.float64),
+    "float16": lambda t: t.to(torch.float16),
+    "strides": lambda t: t.mT.contiguous().mT,
+}
+
+
 @pytest.mark.parametrize("which", range(7))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=short)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("route", ["plain", "checked first"])
-def test_saved_tensors_of_other_types(route, dtype, which):
-    """Hooks may give them back: they are converted, never read as what they are not."""
+def test_saved_tensors_that_hooks_change(route, change, which):
+    """Hooks that compress or offload may return another dtype or other strides."""
     leaves, unpacked = tensors(torch.bfloat16), []
 
     def unpack(tensor):
         unpacked.append(tensor)
-        return tensor.to(dtype) if len(unpacked) - 1 == which else tensor
+        return change(tensor) if len(unpacked) - 1 == which else tensor
 
     with ROUTES[route](), torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         out = F.scaled_dot_product_attention(*leaves)
@@ -277,14 +258,8 @@ def test_packed_lengths_are_checked(looked_at):
     assert torch.equal(ours, whole) and not looked_at
 
 
-def test_packed_training():
-    query, key, value = (t.requires_grad_() for t in packed(torch.float32))
-    out = varlen_attention(query, key, value, CU_SEQLENS, CU_SEQLENS, 21, 21)
-    assert torch.autograd.grad(out.sum(), query)[0].isfinite().all()
-
-
 def test_packed_memory_is_not_kept():
-    """What is kept with cu_seqlens goes with it."""
+    """The cache of derived values does not keep cu_seqlens alive."""
     import gc
     import weakref
 
@@ -298,7 +273,7 @@ def test_packed_memory_is_not_kept():
 
 
 def test_encoder_of_padded_batches(looked_at):
-    """Nothing of the layers on packed tokens is looked at in inference."""
+    """Layers on packed tokens skip validation in inference."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     encoder = nn.TransformerEncoder(layer, 2).eval()
     ignored = torch.arange(12) >= torch.tensor([12, 5, 3])[:, None]

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU that is supported, without spills, with its instructions."""
+"""Every Triton kernel compiles for every supported GPU, without spills."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MEASURED_SPILLS = 128
 
 
 def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
-    """One mask of each kind of code that a kernel has for masks."""
+    """Return one mask for each code path that a kernel has for masks."""
     ids = torch.arange(LENGTH) // 64
     return {
         "causal": masks.causal(),  # no mask is the same kernel
@@ -63,7 +63,7 @@ def attention(
     head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
     partial: bool = False,
 ) -> list[Compiled]:  # fmt: skip
-    """The kernels of forward and backward, or of decoding where seqlen_q is small."""
+    """Compile the kernels of forward and backward, or of decoding if seqlen_q is small."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
     key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
     value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
@@ -97,7 +97,7 @@ def attention(
 
 
 def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32) -> None:
-    """No spills, shared memory that the chip has, and matrix instructions for 16-bit types."""
+    """Assert no spills, little enough shared memory, and matrix instructions in 16 bits."""
     assert kernels
     measured = (arch, dtype.itemsize) == ("sm_90", 2)
     allowed = MEASURED_SPILLS if measured else 0
@@ -111,7 +111,7 @@ def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32
 
 
 def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
-    """Cases of which `make test` runs those in `core`: compiling them all takes half an hour."""
+    """Mark all cases but those in `core` as thorough; compiling them all takes half an hour."""
     return [
         pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
     ]
@@ -129,7 +129,7 @@ CORE = {
 
 @pytest.mark.parametrize(("arch", "dtype", "head_dim", "name"), thorough(GRID, CORE), ids=str)
 def test_attention(arch, dtype, head_dim, name):
-    """Each kernel for each width, type and kind of mask code."""
+    """Kernels compile for each width, type and mask code path."""
     check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
 
 
@@ -169,7 +169,7 @@ def test_options(options, arch):
 
 
 def test_lengths_do_not_compile_kernels_anew():
-    """A cache that grows, and batches of any length, take what is there already."""
+    """A growing cache and batches of any length reuse compiled kernels."""
     served: dict[str, set[str]] = {}
     for seqlen_q, seqlen_k in (
         (1, 1),

@@ -63,7 +63,7 @@ def test_settings_that_decide_are_not_cached(monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [264, 512])
 def test_wide_heads_are_not_validated(head_dim, monkeypatch):
-    """torch's kernels take them at once, as the CPU kernels refuse them anyway."""
+    """Heads that the CPU kernels do not support go straight to torch's kernels."""
     from fused_attn.ops import autograd
 
     def validated(call):

@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels: none keeps values in memory for want of registers."""
+"""nvcc compiles the CUDA kernels without register spills."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128)
 
 
 def compile_for(arch: str, source: Path) -> Path:
-    """The object file of a source."""
+    """Return the object file of a source."""
     result = source.with_suffix(".o")
     code = f"arch=compute_{arch},code=sm_{arch}"
     command = ["nvcc", "-std=c++17", "-O3", "-DNDEBUG", "-gencode", code, "-I", str(ROOT / "csrc")]
@@ -87,7 +87,7 @@ template __global__ void toy_kernel<float, 8, true>(const float*, float*);
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_report(blocks, tmp_path):
-    """It reads names and finds spills, and tells how many blocks a multiprocessor holds."""
+    """The report finds names, spills and the number of blocks per multiprocessor."""
     file = tmp_path / "toy.cu"
     file.write_text(SPILLING.format(blocks=blocks))
     kernels = compiled_kernels(compile_for("80", file))

@@ -51,7 +51,7 @@ def run(module: ModuleType, kernel: str, tensors: list[torch.Tensor], **argument
 
 
 def lines_of(text: str) -> list[int]:
-    """The lines of the kernels that have this text."""
+    """Return the lines of the kernels that contain a text."""
     return [number for number, line in enumerate(SOURCE, 1) if text in line]
 
 
@@ -159,7 +159,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """What is said of a mistake by several seeds: none may miss it."""
+    """Return the messages about a mistake for several seeds; none may miss it."""
     messages = []
     for seed in range(8):
         settings(seed)

@@ -1,4 +1,4 @@
-"""The CUDA backend between torch and its kernels: layouts, pre-passes over masks, errors."""
+"""Host code of the CUDA backend: layouts, pre-passes over masks, errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ranges_of_document_ids(batch, seqlen):
-    """One row of ids is of all sequences; rows lie apart."""
+    """A single row of ids applies to all sequences."""
     sequences = 3
     generator = torch.Generator().manual_seed(seqlen)
     ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]
@@ -76,7 +76,7 @@ def test_tensors_that_kernels_read_in_place():
 
 
 def test_tensors_that_are_copied():
-    """Rows of the copy end in zeros."""
+    """Rows of the copy are padded with zeros."""
     apart = torch.empty(MAX_ROW_STRIDE + 8)
     for tensor in (
         torch.randn(2, 3, 5, 7),
@@ -119,7 +119,7 @@ def test_choice():
 
 
 def test_tensors_on_other_devices_are_refused():
-    """The kernel would read memory that is not there, and the GPU would fail for good."""
+    """A kernel with a host pointer would break the CUDA context."""
     on_cpu = torch.zeros(1, 1, 8, 64, dtype=torch.bool)
     fields = {"tensor": on_cpu, "summary": on_cpu.new_empty(1, 1, 1, 1)}
     with pytest.raises(ValueError, match="must be on one device, got one on cpu"):

@@ -1,4 +1,4 @@
-"""The CUDA norms where test_norm.py's shapes do not lead: rounds of rows, wide and odd rows."""
+"""CUDA norms with shapes that test_norm.py does not have: several rounds, wide and odd rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
-    """The backward has at most two blocks, which go over the rows in several rounds."""
+    """Limit the backward to two blocks, which then process rows in several rounds."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 1)
 
 
@@ -35,7 +35,7 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
 
 
 def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """35 of the 36 that 20 multiprocessors would take; the 33rd is the first warp's second one."""
+    """There are 35 partial sums, so the first warp adds a second one."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -49,7 +49,7 @@ def test_16_bit_row_in_stretches():
 
 @pytest.mark.parametrize("columns", [12304, 6401])
 def test_cancellation_over_stretches(columns):
-    """The mean of the first stretch says nothing of the others."""
+    """The mean of the first chunk of a row differs from that of the row."""
     noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
     tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -73,7 +73,7 @@ def test_tensors_off_16_bytes(dtype):
 
 @pytest.mark.parametrize("columns", [7, 24, 700, 4096, 12304])
 def test_bad_rows_stay_where_they_are(columns):
-    """Neighbours in a warp or block, or next in a thread, have their own sums."""
+    """NaN and infinity in a row do not reach its neighbors in a warp or block."""
     generator = torch.Generator().manual_seed(2)
     clean = torch.randn(6, columns, generator=generator)
     bad = clean.clone()
@@ -92,7 +92,7 @@ def test_bad_rows_stay_where_they_are(columns):
 
 @pytest.mark.parametrize(("columns", "value"), [(3, 1.0e38), (12304, 2.0e34)])
 def test_huge_mean(columns, value):
-    """Its square overflows, and so does 0 minus the mean, beyond the last column, times rstd."""
+    """The square of the mean overflows."""
     leaf = torch.full((2, columns), value, device=device_of("cuda"), requires_grad=True)
     weight = torch.ones(columns, device=device_of("cuda"), requires_grad=True)
     out = F.layer_norm(leaf, columns, weight, eps=1e-12, backend="cuda")

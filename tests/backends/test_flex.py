@@ -151,7 +151,7 @@ def test_learned_bias(sizes, dtype):
 
 @pytest.mark.usefixtures("by_eager_op")
 def test_packed_sequences():
-    """As one batch of global rows, with lse, a learned bias of each sequence, and ALiBi."""
+    """Packed sequences are one batch of global rows, with lse, learned biases and ALiBi."""
     lengths = torch.tensor([20, 0, 33, 7])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     mask = masks.causal() & masks.alibi(torch.rand(4, 4, generator=torch.Generator()))

@@ -1,4 +1,4 @@
-"""Ring attention on each backend, in one process whose rows are in another order."""
+"""Ring attention on each backend, in one process, with permuted rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_process(tmp_path):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_ring(backend, name, dtype, one_process):
-    """Partial results of several blocks, with dropout and the gradient of a bias."""
+    """Partial results of several blocks merge, with dropout and the gradient of a bias."""
     if backend != "eager" and device_of(backend).type == "cuda":
         pytest.skip("reason: gloo does not exchange rows of a GPU")
 

@@ -1,4 +1,4 @@
-"""The backend "sdpa": what it keeps from call to call, packed sequences and caches."""
+"""Backend "sdpa": values cached between calls, packed sequences and KV caches."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ from fused_attn.masks import torch_arguments
 
 
 def test_a_tensor_under_several_masks():
-    """What is kept under a tensor is for the whole mask that it is part of."""
+    """Cached values belong to the complete mask, not to one of its tensors."""
     q, k, v = qkv(grad=False)
     bias, visible = torch.randn(4, 33, 47), torch.rand(2, 1, 33, 47) > 0.3
     for tensor in (bias, visible):
@@ -45,7 +45,7 @@ def test_changes_of_a_kept_mask_are_seen():
 
 
 def test_few_slices_of_a_mask_are_kept(monkeypatch):
-    """They may be as large as the mask; on a GPU, where values are not looked at, each is new."""
+    """Few derived masks are cached, as each may be as large as its source."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
     kept = weakref.WeakSet()
     bool_or = torch.Tensor.__or__
@@ -97,7 +97,7 @@ def test_decode_does_not_see_what_is_behind_the_lengths():
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
 @pytest.mark.parametrize("pages", [False, True])
 def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
-    """Of sequences that are equally long nothing is copied, and of others not the room behind."""
+    """Sequences of equal length are read in place; others are cut to the longest."""
     seen = []
 
     def attend(query, key, value, *args, **options):
@@ -129,7 +129,7 @@ def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
 
 @pytest.fixture
 def derived(monkeypatch):
-    """A list that has an entry for each mask that was made dense."""
+    """Return a list that grows with each mask that is materialized."""
     made = []
     materialize = torch_arguments.materialize
 
@@ -161,7 +161,7 @@ def test_layers_share_what_is_derived(derived, is_causal, whole):
 
 
 def test_packed_layers_share_what_is_derived(derived):
-    """Of the same cu_seqlens, which may change in place."""
+    """Layers with the same cu_seqlens share a mask until it changes in place."""
     q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
     ends, window = torch.tensor([0, 11, 11, 30], dtype=torch.int32), masks.sliding_window(3)
     cases = [{}, {"is_causal": True}, {"attn_mask": window}]

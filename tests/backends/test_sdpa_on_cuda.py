@@ -1,6 +1,6 @@
-"""What the backend "sdpa" leaves to torch on CUDA, seen without a GPU.
+"""Calls of torch's kernels by the backend "sdpa" on CUDA, tested without a GPU.
 
-By tensors that have no values, and by a kernel of the CPU that gets what those of CUDA get.
+Fake tensors stand in for those of a GPU, and a CPU kernel receives the operands of CUDA kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fused_attn.backends import AttentionProblem, denylist, get_backend, sdpa
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lse_on_cuda(is_causal, monkeypatch):
-    """torch's flash attention gives it there. Without a GPU: tensors have no values."""
+    """On CUDA, lse comes from torch's flash attention, shown with fake tensors."""
     flash, given = torch.ops.aten._scaled_dot_product_flash_attention, []
 
     def noted(query, key, value, *options, scale):

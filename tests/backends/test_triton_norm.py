@@ -1,4 +1,4 @@
-"""The Triton norms where test_norm.py's shapes do not lead: rows of several chunks."""
+"""Triton norms of rows that are processed in several chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_cancellation_over_chunks():
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_weights_of_another_type(kind):
-    """A 16-bit weight with a float32 input, the reverse of test_norm's."""
+    """16-bit weights with a float32 input, the reverse of test_norm."""
     tensors = tensors_of(kind, (40, 96), True, True)
     wanted = {n: t.to(torch.bfloat16) if n[0] in "wn" else t for n, t in tensors.items()}
     runs = []

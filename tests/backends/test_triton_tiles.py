@@ -63,12 +63,12 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 
 def check_kinds(mask):
     spec = normalize(mask, *SHAPE, torch.empty(0))
-    wanted, (panel, block) = cpp.tile_kinds(spec, *SHAPE, torch.float32)
+    wanted, (block_m, block_n) = cpp.tile_kinds(spec, *SHAPE, torch.float32)
     # A last block that has fewer keys may be full for the CPU, which loads no others.
-    ragged = torch.arange(wanted.shape[3]) * block + block > SHAPE[3]
+    ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
     spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))
-    got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), panel, block, DEVICE).cpu()
+    got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), block_m, block_n, DEVICE).cpu()
     assert torch.equal(got.expand_as(wanted), wanted)
     return got
 
@@ -83,7 +83,7 @@ def test_summaries_are_those_of_the_cpu(name):
 
 @triton.jit
 def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The kinds (batch, num_m, num_n) of a column of tiles, by `query_tiles`."""
+    """Store the kinds (batch, num_m, num_n) of a column of tiles, by `query_tiles`."""
     b, n = tl.program_id(0), tl.program_id(1)
     bounds = sequence_bounds(mask, sizes, b)
     lo, hi, full_lo, full_hi = query_tiles(
@@ -114,7 +114,7 @@ def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N
     ids="-".join,
 )
 def test_columns_of_tiles_agree_with_rows(names):
-    """The backward by keys and the one by queries see the same tiles."""
+    """The backward passes over keys and over queries classify tiles alike."""
     block_m, block_n = 16, 32
     mask = combined(names, SHAPE).to(DEVICE)
     spec = normalize(mask, *SHAPE, torch.empty(0, device=DEVICE))

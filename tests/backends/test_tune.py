@@ -1,4 +1,4 @@
-"""The tuner, but for its timing: what it tries, what it swaps and what it prints."""
+"""The Triton tuner without timing: its candidates, overrides and printed rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_candidates_fit(kind, head_dim, element_size):
 
 
 def test_shared_bytes():
-    """As the compiler counts for sm_90, less than 1 KB apart."""
+    """The estimate is within 1 KB of the compiler's count for sm_90."""
     for kind, expected in (("fwd", 81920), ("dq", 98304), ("dkdv", 98304)):
         assert tune.shared_bytes(kind, OLD, 2, 128) == expected
 
@@ -53,7 +53,7 @@ def test_override(tables):
 
 
 def test_the_fastest_that_is_right(tables, capsys):
-    """One candidate is fast and wrong, one does not compile."""
+    """A fast candidate with wrong results and one that does not compile are rejected."""
     wrong, broken = Config(128, 32, 4, 2), Config(128, 128, 4, 2)
     seconds = {OLD: 4.0, NEW: 2.0, wrong: 1.0}
 
@@ -75,7 +75,7 @@ def test_the_fastest_that_is_right(tables, capsys):
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("kind", tune.PASSES)
 def test_triton_calls(kind, monkeypatch):
-    """They run, and the default's results are those of a candidate."""
+    """The calls run, and two configs give the same results."""
     sizes = {"_SEQLEN": 96, "_TOKENS": 96, "_HIDDEN": 32, "_CACHE": 300, "_DECODE_BATCH": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(tune, name, size)
@@ -99,7 +99,7 @@ def test_triton_calls(kind, monkeypatch):
 
 
 def test_rows_are_those_of_tuning():
-    """What was not measured stays."""
+    """Rows that were not measured stay as they are."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}
     text = tune.rows("sm_90", "NVIDIA H200", found)
     assert "# NVIDIA H200: 64 1.00x, 128 1.50x as fast as the row before" in text

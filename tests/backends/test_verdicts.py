@@ -1,4 +1,4 @@
-"""Verdicts: classes of problems, the choice by them, and files that are broken or foreign."""
+"""Verdicts: classes of problems, the selection by them, and invalid files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_choice_is_by_class(stand_in):
 
 
 def test_calls_go_where_the_verdict_says(stand_in):
-    """Those without gradients too, which another backend may compute at once."""
+    """Calls without gradients follow the verdict too."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     short, long = (torch.randn(1, 2, length, 16) for length in (100, 200))
@@ -145,7 +145,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 
 def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
-    """Both in our `scaled_dot_product_attention` and in torch's, under `enable()`."""
+    """Learned and constant biases have separate verdicts, also under enable()."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
@@ -183,7 +183,7 @@ def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
 def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
-    """Else a call would be chosen for twice, and not alike."""
+    """A call must not be selected for twice with different results."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(needs_grad)
@@ -197,7 +197,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
 
 
 def test_calls_under_autocast_are_of_its_type(stand_in):
-    """The choice is by what the kernels will see."""
+    """The selection uses the dtype that the kernels receive."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.dtype)
     stored([NAME._replace(dtype="bfloat16")])
@@ -223,7 +223,7 @@ def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
 
 
 def test_enable_goes_where_the_verdict_says(stand_in):
-    """torch's own function, taken over: kernels for the classes that they are usable in."""
+    """The patched function uses kernels for the usable classes only."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     names = [NAME._replace(feature=feature) for feature in ("none", "causal")]
@@ -334,7 +334,7 @@ def test_what_is_not_true_is_not_usable(stand_in, entry):
 
 
 def test_a_file_of_another_machine_is_not_used(stand_in):
-    """Another GPU's has another name; and under this one's name its content gives it away."""
+    """The file's name and its content identify the GPU."""
     foreign = stored(gpu="another GPU")
     assert only_reason(stand_in) == verdicts.BY_NAME_ONLY
     foreign.rename(stored())
@@ -362,7 +362,7 @@ def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
 
 
 def test_readers_see_whole_files(stand_in):
-    """While others store: what is read is one verdict or the other."""
+    """Concurrent writers never leave a partial file."""
     stored()
     stop, reasons = threading.Event(), set()
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypa
 
 
 def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
-    """A call does not fail for it."""
+    """Calls do not fail if the machine cannot be identified."""
     stored()
     monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
     verdicts.read_again()
@@ -414,7 +414,7 @@ def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
 
 
 def test_folder_is_the_users_cache():
-    """As the system has it, without another variable of this package."""
+    """Verdicts are stored in the system's cache folder of the user."""
     code = "from fused_attn.backends import verdicts; print(verdicts.folder())"
     environment = {**os.environ, "XDG_CACHE_HOME": "/somewhere", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
@@ -427,14 +427,14 @@ def test_folder_is_the_users_cache():
 
 
 def marked(x, backend):
-    """x + 1 where the backend is chosen, else x + 2."""
+    """Return x + 1 if the backend is the default, else x + 2."""
     sizes = {"seqlen_q": x.shape[2], "seqlen_k": x.shape[2]}
     own = AttentionProblem(x.device, x.dtype, x.shape[3], x.shape[3], **sizes)
     return x + (2 if backend.opt_in_reasons(own) else 1)
 
 
 def test_compiled_calls_are_chosen_alike(stand_in):
-    """In one graph, by the class of each length."""
+    """One graph selects by the class of each length."""
     stored()
     torch.compiler.reset()
     compiled = torch.compile(lambda x: marked(x, stand_in), fullgraph=True, backend="eager")
@@ -446,7 +446,7 @@ def test_compiled_calls_are_chosen_alike(stand_in):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_exported_lengths_stay_open(stand_in, everywhere, strict):
-    """One program is for all lengths, so the backend has to be usable for all of them."""
+    """An exported program needs a backend that is usable for all lengths."""
     words = verdicts.length_words() if everywhere else ["L<=128"]
     stored([NAME._replace(sizes=f"D<=32,{word}") for word in words])
 
@@ -474,7 +474,7 @@ def test_a_compiled_call_in_one_graph(stand_in):
 
 
 def test_registry_asks_in_order(stand_in):
-    """A backend that comes later is asked at once only where none before it may be chosen."""
+    """A later backend is the cached default only if no earlier one may be selected."""
     assert registry.default_backend(CPU) is not None
     stored()
     assert registry.default_backend(CPU) is None

@@ -22,7 +22,7 @@ SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
 
 def activated(x, activation):
-    """Return the activation in float64, without cancellation far below 0."""
+    """Return the exact activation in float64, without cancellation far below 0."""
     if activation == "gelu":
         return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
     if activation == "gelu_tanh":
@@ -32,12 +32,12 @@ def activated(x, activation):
 
 @pytest.fixture
 def any_size(monkeypatch):
-    """Use the fused pass for small tensors too."""
+    """Send small tensors through the fused pass too."""
     monkeypatch.setattr(activation_module, "MIN_NUMEL", 0)
 
 
 def numbers(shape, dtype):
-    """Draw numbers of three scales, up to where GELU is 0 or the identity."""
+    """Return numbers from where GELU is 0 to where it is the identity."""
     return torch.randn(shape, dtype=dtype) * torch.tensor([0.01, 1.0, 6.0])[torch.randint(3, shape)]
 
 
@@ -105,7 +105,7 @@ def test_second_order(activation, dropout_p):
 
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_nan_and_infinity(activation):
-    """Elements that dropout keeps are those of torch."""
+    """Kept elements have torch's values."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
     out = activation_pass(x, None, activation, 0.25)
@@ -119,7 +119,7 @@ def test_nan_and_infinity(activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
-    """Also slopes are limits there, where torch's are NaN."""
+    """Slopes have their limits at infinity, where torch returns NaN."""
     big = torch.finfo(dtype).max
     inf = float("inf")
     x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)
@@ -146,7 +146,7 @@ def test_rate_and_seed():
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_reference_is_alike(dtype, activation):
-    """Bits are equal, so that trainings on both backends differ only by rounding in attention."""
+    """The pass equals the reference bit for bit."""
     x = torch.randn(37, 50, dtype=dtype, requires_grad=True)
     results = []
     for backend in ("cpp", "eager"):
@@ -174,7 +174,7 @@ def test_other_tensors_are_left_to_torch():
 
 
 def test_results_can_be_changed_in_place():
-    """Results are no views. The backward of ReLU needs its result, so autograd raises."""
+    """Results are not views. ReLU's backward needs its result, so autograd reports a change."""
     for activation in ACTIVATIONS:
         x = torch.randn(4, 3, 6, requires_grad=True)
         out = activation_pass(x, None, activation, 0.25)
@@ -187,7 +187,7 @@ def test_results_can_be_changed_in_place():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=short)
 def test_saved_tensors_of_other_types(dtype, activation):
-    """Hooks on saved tensors, such as compression, may return another dtype."""
+    """Hooks on saved tensors may return another dtype."""
     x, grad = torch.randn(40, 33), torch.randn(40, 33)
 
     def run(unpack):

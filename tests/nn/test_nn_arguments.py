@@ -1,4 +1,4 @@
-"""Signatures, and arguments of torch.nn that the other files of this folder do not pass."""
+"""Constructor and forward arguments of torch.nn that other test files do not cover."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_signatures_of_forward_are_those_of_torch(name):
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
 def test_stacks_of_the_same_seed(layers):
-    """A stack copies its layer, as in torch."""
+    """The layer argument is copied, as in torch."""
     states = []
     for namespace in (torch.nn, fnn):
         torch.manual_seed(3)
@@ -129,7 +129,7 @@ def test_transformer_with_every_mask_and_hint(hinted):
 
 
 def test_transformer_of_custom_stacks():
-    """Transformer uses custom stacks as they are, fused or not."""
+    """Custom stacks keep their parameters."""
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0), 1)
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0)
     decoder = torch.nn.TransformerDecoder(layer, 1)

@@ -100,9 +100,10 @@ def test_attention_unbatched(constructor, average):
 
 @pytest.mark.parametrize("shared", ["self", "cross"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_attention_of_shared_inputs(shared, bias):
-    """Self-attention and encoder-decoder attention use one matmul for several projections."""
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_of_shared_inputs(shared, bias, batch_first):
+    """Self-attention and encoder-decoder attention project packed weights in one product."""
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=batch_first)
     theirs = perturb(theirs.double())
     query, key, _ = attention_inputs(theirs)
     args = (query, query, query) if shared == "self" else (query, key, key)
@@ -166,7 +167,7 @@ def test_attention_takes_a_fused_attn_mask():
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_attention_fully_masked(dtype, need_weights):
-    """Sequences of padding and fully masked queries have 0 before the projection, not NaN."""
+    """A padding sequence and a fully masked query give 0, never NaN."""
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
     x = randn(BATCH, LEN_Q, EMBED, dtype=dtype)
     padding = torch.tensor([[False] * LEN_Q, [True] * LEN_Q])

@@ -1,4 +1,4 @@
-"""Modules recognize a causal mask tensor, once per mask and without a device sync."""
+"""Modules recognize a causal mask tensor once, without a device synchronization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fused_attn.masks.spec import spec_of
 
 @pytest.fixture
 def compared(monkeypatch):
-    """Return the masks whose values were compared."""
+    """Return the list of masks whose values are read."""
     seen = []
     compare = recognize._compare
     monkeypatch.setattr(recognize, "_compare", lambda mask: seen.append(mask) or compare(mask))
@@ -47,7 +47,7 @@ def test_change_in_place_is_noticed(compared):
 
 
 def test_slices_of_a_buffer_are_compared_once_each(compared):
-    """A module with one large mask passes a new slice of it in every call."""
+    """A module that slices one large mask passes a new view in every call."""
     buffer = causal_bias(9)
     for _ in range(3):
         assert is_causal_mask(buffer[:4, :4], None)
@@ -85,16 +85,16 @@ def test_masks_without_a_version_are_compared_at_each_call(compared):
     assert len(compared) == 2
 
 
-def test_masks_of_other_devices_are_not_read(compared):
-    """Reading them would be a device sync; meta tensors have no values."""
+def test_masks_elsewhere_are_not_looked_at(compared):
+    """Values of masks on other devices are not read, which would synchronize."""
     assert not is_causal_mask(torch.ones(4, 4, dtype=torch.bool, device="meta"), None)
     assert not is_causal_mask(causal_bias(4).requires_grad_(), None)
     assert not compared
 
 
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
-def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
-    """All calls and layers share one comparison, and attention gets a band instead of a mask."""
+def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
+    """All calls and layers share one comparison, and attention gets a band."""
     attended = []
     normalize = validation.normalize
 

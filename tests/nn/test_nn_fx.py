@@ -1,4 +1,4 @@
-"""torch.fx.symbolic_trace of swapped models: a fused module is one node, as torch's own are."""
+"""torch.fx.symbolic_trace of swapped models: a fused module is one node, as in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding with caches: steps, caches, and greedy and beam search of examples/decoding.py."""
+"""Decoding with caches equals teacher forcing, and greedy and beam search."""
 
 import itertools
 
@@ -216,7 +216,7 @@ def test_wrong_arguments():
 
 
 def searched(seed=0, **kwargs):
-    """Return the results of `generate`, and a function that scores tokens by torch's decoder."""
+    """Decoder with a vocabulary and a memory, and its `generate`."""
     torch.manual_seed(seed)
     theirs, ours = decoder(**kwargs.pop("layer", {}))
     words = perturb(Words())
@@ -230,7 +230,7 @@ def searched(seed=0, **kwargs):
 
 
 def score_of(theirs, words, memory):
-    """Return a function that computes log-probabilities of the tokens of row b in torch."""
+    """Return a function of (b, sequence): log-probabilities of its tokens, by torch's decoder."""
 
     @torch.no_grad()
     def score(b, tokens):
@@ -284,3 +284,27 @@ def test_wide_beams_find_the_best_of_all_sequences(seed, length_penalty):
 
 def _total(steps, tokens):
     return steps[:-1].gather(1, torch.tensor(tokens)[:, None]).sum()
+
+
+def test_scores_of_few_beams():
+    """Scores belong to the sequences that are returned with them."""
+    out, score = searched(max_length=8, num_beams=3)
+    for b, (tokens, length) in enumerate(
+        zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)
+    ):
+        tokens = tokens[:length]
+        assert EOS not in tokens[:-1]
+        expected = _total(score(b, tokens), tokens) / length
+        torch.testing.assert_close(out.scores[b].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_beam_is_greedy():
+    greedy, _ = searched(max_length=10)
+    beam = decoding._beams
+    decoding._greedy, kept = (lambda *args: beam(*args, 1, 0.0)), decoding._greedy
+    try:
+        single, _ = searched(max_length=10)
+    finally:
+        decoding._greedy = kept
+    assert torch.equal(single.tokens, greedy.tokens)
+    torch.testing.assert_close(single.scores, greedy.scores)

@@ -1,4 +1,4 @@
-"""Encoder stacks that compute only the real tokens of a padded batch; padded rows are 0."""
+"""Encoder stacks on the real tokens of a padded batch: torch.nn's results, and 0 elsewhere."""
 
 import copy
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return the packing of each call of a stack."""
+    """Return a list with the packing of each call of a stack."""
     seen = []
 
     def recorded(*args):
@@ -48,7 +48,7 @@ def packings(monkeypatch):
 
 
 class Stack(Module):
-    """A stack whose padded rows are 0, so that torch's can be compared."""
+    """Stack whose padded rows are set to 0, for comparison with torch's."""
 
     def __init__(self, encoder, ignored):
         super().__init__()
@@ -175,7 +175,7 @@ def test_autocast():
 
 
 class Own(fnn.TransformerEncoderLayer):
-    """Subclass of a user."""
+    """Layer written by a user."""
 
 
 def _nothing(*args):
@@ -195,7 +195,7 @@ def _own_linear(stack):
 
 
 class Centred(torch.nn.Linear):
-    """Linear layer that mixes the tokens of a sequence."""
+    """Layer that mixes all tokens of a sequence."""
 
     def forward(self, x):
         return super().forward(x - x.mean(-2, keepdim=True))
@@ -257,7 +257,7 @@ def test_little_padding_does_not_pay(packings):
 
 @pytest.fixture
 def any_size():
-    """Allow sizes that depend on values in graphs."""
+    """Sizes in a graph may depend on values."""
     torch.compiler.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
@@ -284,7 +284,7 @@ def test_compiled_stacks_are_padded_and_equal():
 def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     is_causal, batch_first, dynamic, any_size
 ):
-    """One graph serves any padding, none, and batches of padding alone."""
+    """Any padding uses the same graphs, which depend on nothing else."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
@@ -338,7 +338,7 @@ def test_compiled_packing_with_dropout(any_size):
 
 @pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
-def test_graphs_that_do_not_pack(why, any_size):
+def test_what_graphs_do_not_pack(why, any_size):
     """A mask of positions requires padding at the end, which depends on values."""
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
@@ -379,7 +379,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A transposed mask has the same number of elements, and must still be refused."""
+    """A transposed padding mask has as many elements, but is not that of the batch."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

@@ -91,7 +91,7 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """With p = 1 a branch vanishes, which shows the place of each dropout."""
+    """With p = 1 a branch vanishes, which shows where each dropout is."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
         theirs = torch.nn.TransformerEncoderLayer(
@@ -106,6 +106,30 @@ def test_layer_respects_each_dropout(norm_first):
         assert_equal_in_float64(run(ours, (x,)), expected)
         getattr(ours, name).eval()
         assert_equal_in_float64({"out": run(ours, (x,))["out0"]}, {"out": plain})
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_layer_dropout_rate(norm_first):
+    """The fused dropout preserves the expectation of the branch."""
+    layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
+    layer.double()
+    layer.dropout1.p = 0.25
+    norm = layer.norm2 if norm_first else layer.norm1
+    sums = []
+    forward = norm.forward
+
+    def record(*args, **kwargs):
+        out, total = forward(*args, **{**kwargs, "return_residual": True})
+        sums.append((args[0], kwargs["residual"], total))
+        return (out, total) if kwargs.get("return_residual") else out
+
+    record.takes_residual = True  # else the layer composes dropout, sum and norm itself
+    norm.forward = record
+    layer(randn(500, BATCH, EMBED))
+    ((sublayer, residual, total),) = sums
+    kept = (total - residual).abs() > 1e-12
+    assert abs(kept.double().mean() - 0.75) < 0.01
+    torch.testing.assert_close((total - residual)[kept], (sublayer / 0.75)[kept])
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -297,7 +321,7 @@ def test_encoder_of_other_layers_gets_what_torch_would_pass():
 
 
 def test_fused_layers_inside_a_torch_encoder_in_inference():
-    """torch's stack converts padded inputs to nested tensors in inference."""
+    """torch's stack converts padded input to nested tensors there."""
     layer = fnn.TransformerEncoderLayer(EMBED, 4, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()
     assert stack.use_nested_tensor

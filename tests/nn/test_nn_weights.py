@@ -1,4 +1,4 @@
-"""Attention weights, against eager attention and against torch's MultiheadAttention."""
+"""Attention weights compared with eager attention, and MultiheadAttention's with torch's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_weights(mask=None, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_rows_that_one_key_dominates(seed, backend):
-    """Rows of weights add up to 1 even if the loss depends on the weights alone."""
+    """The loss is on the weights alone, whose rows sum to 1."""
     tensors = random_qkv(1, 1, 1, 4, 3, 64, seed=seed)
     tensors["query"] *= 80.0
 
@@ -84,7 +84,7 @@ def test_rows_that_one_key_dominates(seed, backend):
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """Outputs, weights and all gradients agree; some tiles are fully masked."""
+    """Out, weights and all gradients are right over several tiles, some of them masked."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)
@@ -101,7 +101,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """Groups of heads, dropout, and the gradient of a float mask in its shape."""
+    """Shared heads and dropout; the gradient of the float mask has its shape."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -156,7 +156,7 @@ def test_nan_in_masked_keys(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """As in torch, weights are dropped, scaled and then averaged."""
+    """The returned weights are those that multiply values: dropped and scaled, then averaged."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -274,7 +274,7 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.sampled("the average is there", average=[False])
 @AVERAGE
 def test_memory(average):
-    """Averaged weights need no (num_heads, L, S) tensor, which would have 67 MB here."""
+    """Forward and backward of the average hold no (num_heads, L, S) tensor, of 67 MB here."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "average" if average else "heads"],
         capture_output=True, text=True, check=True,
@@ -290,7 +290,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """Sequences are longer than a tile, so that some tiles are fully masked."""
+    """Masks are longer than a tile, and torch.nn appends keys at the end."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
@@ -327,7 +327,7 @@ def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
 
 
 def test_causal_and_appended_keys_stay_structure(monkeypatch):
-    """Padding and causal masks do not become dense, also with appended keys."""
+    """Neither padding nor causality becomes a dense mask, also with appended keys."""
     seen = []
     attend = F.scaled_dot_product_attention
 
@@ -346,7 +346,7 @@ def test_causal_and_appended_keys_stay_structure(monkeypatch):
 
 
 def test_dropout_as_in_torch():
-    """torch and we return weights after dropout, whose rows do not add up to 1."""
+    """Both return the weights that they multiply with values, whose rows have other sums."""
     x = torch.randn(1, 30, EMBED)
     for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
         module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)

@@ -17,7 +17,7 @@ PAGE = 32
 
 
 class Case:
-    """A random decoding step of a batch, whose sequences can be decoded one by one."""
+    """Random decoding step of a batch, whose sequences can also be decoded one by one."""
 
     def __init__(self, seed: int) -> None:
         choose, self.generator = random.Random(seed), drawn(seed)
@@ -102,7 +102,7 @@ def test_decoding(first, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("lengths", [[5] * 3, [17, 64, 33], [700, 640, 515]], ids=str)
 def test_prefill_and_gradients(lengths, dtype, isa):
-    """Of a padded batch, and of its sequences alone. dQ needs 8 (sequence, head) pairs."""
+    """A padded batch and its sequences alone give equal bits, with 8 heads as dQ requires."""
     shape = len(lengths), 8, max(lengths), 64
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

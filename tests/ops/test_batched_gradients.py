@@ -22,7 +22,7 @@ TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 1e-4)}
 
 
 def of_attention(backend):
-    """A function of query, key, value and a float mask, and these."""
+    """Return a function of query, key, value and a float mask, and these tensors."""
     tensors = [*random_qkv(2, 2, 1, 5, 6, 4).values(), torch.randn(1, 2, 5, 6)]
 
     def attend(query, key, value, bias):

@@ -23,7 +23,7 @@ from fused_attn import masks
 @pytest.mark.parametrize("lowest", [-1e6, -1e8, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_whose_bias_is_very_negative(backend, lowest, dtype):
-    """It is added, as in eager attention: such rows see all keys, and lse is no exact number."""
+    """Such rows attend to all keys, because a finite bias does not mask."""
     bias = torch.zeros(9, 70)
     bias[2:5] = lowest
     tensors = random_qkv(1, 2, 2, 9, 70, 16)
@@ -44,6 +44,7 @@ BIAS_SHAPES = [
 
 @ONE_16_BIT_TYPE
 @pytest.mark.sampled("the same bias again", dtype=[torch.float32, torch.float64], own_dtype=[True])
+@pytest.mark.thinned("its own type is there", dtype=[torch.bfloat16], own_dtype=[False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("own_dtype", [False, True], ids=["bias_f32", "bias_same"])
@@ -59,7 +60,7 @@ def test_bias_gradient(shape, own_dtype, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
-    """The mask is an expand of a small tensor: its gradient is the sum over the expansion."""
+    """The gradient of an expanded bias is summed over the expansion."""
     tensors = random_qkv(2, 4, 4, 20, 30, 16)
     tensors["bias"] = torch.randn(20, 30)
 
@@ -78,8 +79,10 @@ def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
-    """To the gradient of lse: a part of the mask that is the same for all keys shifts a row. The
-    rounding of out to 16 bits must not show there."""
+    """The gradient of a bias that is equal for all keys is that of lse.
+
+    The rounding of out to 16 bits must not show there.
+    """
     base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
     tensors = random_qkv(2, 2, 2, 60, 150, 32)
     tensors["bias"] = torch.randn(60, 1, generator=drawn(3))

@@ -1,4 +1,4 @@
-"""Calls as values: their flat form, their outputs, and what a new field or a new backend takes."""
+"""AttentionCall as a value: flat form, outputs, and steps to add a field or a backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WithSinks(AttentionCall):
 
 
 def test_a_new_field_is_one_line():
-    """It is in the schema, in the flat form and, if a tensor, among those that autograd sees."""
+    """The field is in the schema and the flat form; autograd sees it if it is a tensor."""
 
     assert (*AttentionCall.NAMES, "sinks") == WithSinks.NAMES
     assert (*AttentionCall.TENSORS, "sinks") == WithSinks.TENSORS
@@ -79,7 +79,7 @@ def test_a_new_field_is_one_line():
 
 
 def test_kernels_read_every_field():
-    """A field that Python adds has to be known to the modules (backends/fields.py checks it)."""
+    """The compiled modules know each field of the Python classes."""
     check_fields(_cpu.FIELDS)
     nested = {"mask": MaskSpec, "options": AttentionOptions}
     every = [f for cls in (AttentionCall, *nested.values()) for f in fields(cls)]
@@ -99,7 +99,7 @@ def test_outputs_are_what_fakes_say():
 
 
 class Toy(Backend):
-    """A backend in a file of its own would look like this; eager math, for heads of 3 alone."""
+    """Backend as a user could write it, with eager math for head_dim 3 only."""
 
     name = "toy"
     differentiable = True
@@ -115,7 +115,7 @@ class Toy(Backend):
 
 
 def test_a_new_backend_is_one_entry(monkeypatch):
-    """It is chosen, named in errors, and asked for by name, without another edit."""
+    """A new backend is selected by default and by name, and its refusals are in messages."""
     monkeypatch.setattr(registry, "BACKENDS", {"toy": Toy(), **registry.BACKENDS})
     monkeypatch.setattr(registry, "_first_on", lambda *_: registry.BACKENDS["toy"])
     monkeypatch.setattr(Toy, "calls", 0, raising=False)
@@ -136,7 +136,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
 
 
 def test_without_the_c_functions_of_torch():
-    """Before torch 2.10 tensors are read by their attributes."""
+    """Before torch 2.10, tensors are read through their Python attributes."""
     tensors = [torch.randn(2, 3, 9, 16, dtype=t) for t in (torch.float32, torch.bfloat16)]
     mask = torch.rand(2, 1, 9, 9) > 0.3
     backend = registry.get_backend("cpp")

@@ -27,14 +27,17 @@ IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.
 
 
 def check(tensors, mask, dtype, backend="cpp", **options):
-    """out and lse of a call without gradients, within the contract."""
+    """Assert that out and lse of a call without gradients are within the contract."""
     assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
 
 
 @pytest.mark.thinned(
     "kernels see fields; other masks are in test_attention.py", name=set(MASKS) - set(FIELDS)
 )
-@pytest.mark.thinned("1 and 16 are there", seqlen_q=[5], dtype=[torch.bfloat16])
+@pytest.mark.thinned("1 and 16 are there", seqlen_q=[5])
+@pytest.mark.thinned(
+    "masks are read alike for each type", dtype=[torch.bfloat16], name=set(MASKS) - {"ragged_left"}
+)
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -46,7 +49,7 @@ def test_masks(name, seqlen_q, dtype, backend):
 
 
 def test_is_another_kernel():
-    """Rounded in another order than where a backward follows, or this file tests nothing."""
+    """The decode kernel rounds differently from the forward kernel, so this file tests it."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
     call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
@@ -124,6 +127,7 @@ def test_invisible_nan_stays_where_it_is(dtype, backend):
 
 
 @ONE_16_BIT_TYPE
+@pytest.mark.thinned("each width is there in float32", dtype=[torch.bfloat16], dim=[32, 96, 192])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
@@ -132,11 +136,12 @@ def test_head_dims(dim, dtype, backend):
     check(tensors, masks.sliding_window(300, align="bottom_right"), dtype, backend)
 
 
+@pytest.mark.thinned("3 are there", rows=[1])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_that_share_keys_see_others(rows, kind, backend):
-    """Whole tiles that one head of a group sees and another does not, and some that none sees."""
+    """Some tiles are visible to one head of a group only, and some to none."""
     seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
     seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
     seen[1, :, :, 128:256] = True

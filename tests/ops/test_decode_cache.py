@@ -1,4 +1,4 @@
-"""decode_attention: keys and values in a cache, which takes in new ones."""
+"""decode_attention: attention to a KV cache, and the update of the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KERNELS_OF_CACHES = [
 
 
 class Cache:
-    """Keys and values of sequences in a cache, with NaN wherever no sequence has a position.
+    """KV cache of some sequences, with NaN at positions that belong to no sequence.
 
     Args:
         key, value: (batch, num_heads_kv, CAPACITY, dim); sequence b has the first
@@ -80,8 +80,10 @@ class Cache:
 
 
 def cached(lengths, new, layout, mask=None, **options):
-    """function(backend)(query, key, value) for `assert_outputs_like_eager`: the reference without a
-    cache."""
+    """Return function(backend)(query, key, value) for `assert_outputs_like_eager`.
+
+    The reference runs without a cache.
+    """
 
     def of(backend):
         def call(query, key, value):
@@ -107,7 +109,7 @@ def cached(lengths, new, layout, mask=None, **options):
 
 
 def check_cached(shape, new, layout, dtype, backend, mask=None, **options):
-    """shape: num_heads, num_heads_kv, seqlen_q, head_dim, head_dim_v."""
+    """Check decoding of a shape (num_heads, num_heads_kv, seqlen_q, head_dim, head_dim_v)."""
     num_heads, num_heads_kv, seqlen_q, *dims = shape
     tensors = random_qkv(3, num_heads, num_heads_kv, seqlen_q, CAPACITY, *dims)
     function = cached(LENGTHS[new], new, layout, mask, **options)
@@ -116,6 +118,7 @@ def check_cached(shape, new, layout, dtype, backend, mask=None, **options):
 
 @ONE_16_BIT_TYPE
 @pytest.mark.thinned("torch operations copy pages", layout=["whole", "transposed"])
+@pytest.mark.thinned("each is there in float32", new=[0, 19], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,6 +141,7 @@ def test_cache_of_the_reference(new, layout):
 
 @ONE_16_BIT_TYPE
 @pytest.mark.thinned("as without a cache", name=set(MASKS) - {"window", "padding", "dense_full"})
+@pytest.mark.thinned("as without a cache", name=["window", "padding"], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
@@ -171,7 +175,7 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_decoding_step_by_step(backend):
-    """Lengths that change in place, one Mask for all steps, and a batch of prompts before."""
+    """Prefill, then steps with one Mask and with lengths that change in place."""
     tensors = random_qkv(2, 4, 2, 24, 24, 16)
     query, key, value = (t.to(device_of(backend)) for t in tensors.values())
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -194,7 +198,7 @@ def test_decoding_step_by_step(backend):
 @pytest.mark.parametrize("new", [0, 1, 19])
 @pytest.mark.parametrize("given", [(0, 0), (37, 37), (0, 37), (120, 90)], ids=str)
 def test_small_steps(given, new, is_causal, layout, dtype):
-    """Without a backend's name they take another way; so do lengths that are integers."""
+    """Without `backend`, small steps and lengths in a list take another path."""
     tensors = random_qkv(2, 4, 2, max(new, 1), CAPACITY, 32, 20)
 
     def of(backend):
@@ -300,7 +304,7 @@ def test_types_of_caches(changes):
 
 @pytest.mark.parametrize("head_dim", [64, 300])
 def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
-    """Heads of 300 are torch's to compute, whose kernels multiply all keys."""
+    """head_dim 300 runs on torch's kernels, which read all keys."""
     lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
     caches = [torch.full((2, 4, 16, head_dim), float("nan")) for _ in "kv"]
     for cache in caches:

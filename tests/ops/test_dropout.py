@@ -1,4 +1,4 @@
-"""One dropout mask for a seed: every backend, instruction set, tile size and number of threads."""
+"""A seed gives one dropout mask on every backend, instruction set and number of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 
 def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
-    """Which weights a backend keeps: with value = identity, out is the weights themselves."""
+    """Return the kept weights as a bool tensor: with an identity as value, out is the weights."""
     batch, heads, seqlen_q, seqlen_k = SHAPE
     there = {"dtype": dtype, "device": device_of(backend)}
     torch.manual_seed(11)
@@ -33,7 +33,7 @@ def expected_by_attention(backend, dropout_p):
 
 
 def test_generator_against_known_answers():
-    """The vectors that Random123 publishes for philox4x32 of 7 rounds (kat_vectors)."""
+    """The generator returns Random123's published vectors for philox4x32-7."""
     every = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     for counter, key, want in (
@@ -68,7 +68,7 @@ def test_share_that_is_kept(dropout_p):
 
 
 def test_decisions_are_independent():
-    """Of neighbours in each dimension and of seeds, and at the distances of a counter."""
+    """Neighbors in each dimension and different seeds are uncorrelated."""
     signs = drawn(7).double() * 2 - 1
     pairs = {f"seed + {1 << e}": drawn(7 + (1 << e)).double() * 2 - 1 for e in (0, 1, 31, 32, 48)}
     correlations = {name: (signs * other).mean() for name, other in pairs.items()}
@@ -86,7 +86,7 @@ def test_decisions_are_independent():
 
 
 def test_decisions_of_a_counter():
-    """All 256 outcomes of eight decisions alike: chi-squared of 255 degrees of freedom."""
+    """All 256 outcomes of one counter are equally likely, by a chi-squared test."""
     octets = drawn(11).reshape(-1, 8).long() @ (1 << torch.arange(8))
     counts = torch.bincount(octets, minlength=256).double()
     expected = octets.numel() / 256
@@ -94,11 +94,12 @@ def test_decisions_of_a_counter():
     assert abs(statistic - 255) < LIMIT * (2 * 255) ** 0.5
 
 
+@pytest.mark.thinned("0.5 is there", dropout_p=[0.1, 0.9], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
-    """float64 has other tiles than float32."""
+    """Attention drops what philox.attention_keep says, in each type."""
     got = kept_by_attention(backend, dropout_p, dtype)
     assert torch.equal(got, expected_by_attention(backend, dropout_p))
     assert abs(got.double().mean().item() - (1 - dropout_p)) < 0.02
@@ -130,6 +131,7 @@ def test_masks_do_not_move_the_dropout_mask(backend):
     assert torch.equal(got, expected_by_attention(backend, 0.3) & visible)
 
 
+@pytest.mark.thinned("an odd width is there", columns=[3, 64])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("columns", [3, 64, 193])
 def test_norm_mask(columns, backend):
@@ -161,6 +163,7 @@ def test_seed_comes_from_torch(backend):
 SEEDS = [0, 7, -3, (1 << 63) + 5, (1 << 64) - 1]
 
 
+@pytest.mark.thinned("numbers of 64 bits are there", seed=SEEDS[:3])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seed_of_the_caller(seed, backend):
@@ -200,7 +203,7 @@ def test_seed_of_packed_sequences():
 
 
 def test_compiled_with_a_seed():
-    """Also with seeds that are symbols in the graph; numbers of numpy are numbers."""
+    """Compiled code accepts seeds that are symbols in the graph, and numbers of numpy."""
     x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def step(x, seed):

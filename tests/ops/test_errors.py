@@ -1,4 +1,4 @@
-"""Bad input, one by one: the type of the error and a message with argument, expected and got."""
+"""Invalid input raises the right error, with a message of argument, expected and got."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def in_block(wide):
 
 
 def test_problems_in_a_few_words():
-    """Of what is as always nothing is said."""
+    """The repr of a problem leaves out default properties."""
     gpu = torch.device("cuda:0")
     wide = AttentionProblem(gpu, torch.bfloat16, 300, 300, mask="causal")
     assert repr(wide) == "attention(bfloat16 on cuda:0, head_dim 300, causal)"
@@ -395,7 +395,7 @@ def test_unsupported_shape_falls_to_torch_and_to_eager():
 
 
 def test_unknown_field_is_an_error():
-    """The boundary to C++ takes no field that it does not know."""
+    """The C++ binding refuses fields that it does not know."""
     x = torch.randn(1, 1, 4, 8)
     call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
     with pytest.raises(ValueError, match="kernels have no field no_such_field"):
@@ -403,7 +403,7 @@ def test_unknown_field_is_an_error():
 
 
 def test_unknown_field_of_a_call_is_an_error():
-    """A module that was built before a field came must not ignore it."""
+    """A module built before a field existed refuses to load."""
     known = set(_cpu.FIELDS)
     check_fields(known)
     with pytest.raises(ImportError, match="does not read dense, softcap of calls"):

@@ -89,7 +89,7 @@ def test_choice_of_backend(monkeypatch):
 
 
 def test_cpu_isa_variable():
-    """Checked in a process of its own: the choice is made once."""
+    """FUSED_ATTN_CPU_ISA is read once per process, so each value runs in a new one."""
     import subprocess
     import sys
 
@@ -115,7 +115,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_as_torch_takes_them(name):
-    """Of numpy, and tensors with one value: in both ways to a kernel, and through the op."""
+    """Scalars of numpy and tensors with one element are valid numbers on every path."""
     number, x = NUMBERS[name], torch.randn(1, 2, 5, 8)
     want = F.scaled_dot_product_attention(x, x, x, scale=0.25)
     torch.testing.assert_close(
@@ -139,7 +139,7 @@ def test_numbers_as_torch_takes_them(name):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_parts_of_the_keys_make_the_whole(backend):
-    """As docs/scale.md has it, also where a row sees nothing of a part; gradients included."""
+    """Partial results over keys merge through lse, also for fully masked rows."""
     dtype, visible = most_exact(backend), torch.rand(2, 1, 9, 24) < 0.5
     visible[0, :, 2, :8], visible[..., 20] = False, True
     tensors = [torch.randn(2, 2, length, 8, dtype=dtype) for length in (9, 24, 24)]

@@ -126,7 +126,7 @@ def gradients_of(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_of_attention(dropout_p, backend):
-    """First order on the kernels, second in eager math with their dropout mask."""
+    """The first order runs on kernels, the second in eager math with the same dropout."""
     tensors = random_qkv(2, 4, 2, 20, 50, 16)
     tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
     function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Batches of many short heads, whose next head the CPU kernels prefetch."""
+"""Batches of many short heads, for which the CPU kernels prefetch the next head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that no backward follows, which have kernels of their own on some instruction sets."""
+"""Calls without a backward, which run on separate kernels with some instruction sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("isa", TILE_ISAS, indirect=True)
 
 
 def without_lse(mask=None, **options):
-    """As helpers.attention, for calls that want nothing but out: those that name no backend."""
+    """Return the function of helpers.attention for calls that request only out."""
 
     def of(backend):
         named = options if backend == "cpp" else {**options, "backend": backend}
@@ -67,7 +67,7 @@ def test_head_dims(dtype, head_dim, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_maximum_that_rises(dtype, isa):
-    """By more, from block to block of keys, than weights have room for."""
+    """The row maximum grows between KV blocks by more than unscaled weights could hold."""
     tensors = random_qkv(1, 2, 2, 64, 400, 32)
     tensors["key"] *= torch.arange(400)[:, None] // 64 * 8.0
     check(tensors, dtype)
@@ -76,7 +76,7 @@ def test_a_maximum_that_rises(dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_scores_far_below(dtype, isa):
-    """Masked by a large number that is not infinite, whole rows included."""
+    """Rows are masked by finfo.min, some of them completely."""
     tensors = random_qkv(1, 2, 2, 64, 200, 32)
     lowest = torch.finfo(torch.float32).min
     visible = torch.rand(64, 200) > 0.5
@@ -107,7 +107,7 @@ POWERS = {
 
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_2(name, isa):
-    """Rows of any magnitude that float32 has."""
+    """Operands have magnitudes over the whole range of float32."""
     if isa.startswith("amx") and name.startswith("subnormal"):
         pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -128,7 +128,7 @@ def test_powers_of_2(name, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 3e38, 1e-30])
 def test_what_nobody_sees(hidden, dtype, isa):
-    """Keys and values that are hidden may be anything, next to those that are not."""
+    """Any value in fully masked keys and values leaves the visible ones right."""
     tensors = random_qkv(2, 2, 2, 70, 139, 32)
     inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
     hide = (torch.arange(139) >= torch.tensor([[75], [139]]))[:, None, :, None]
@@ -158,7 +158,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
 @pytest.mark.parametrize(("name", "row"), [("query", 5), ("key", 3), ("key", 130)])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
-    """What CPUs make of 0 times infinity has its sign bit set."""
+    """On x86, 0 times infinity is a NaN with its sign bit set."""
     tensors = {n: t.to(dtype) for n, t in random_qkv(1, 1, 1, 70, 139, 32).items()}
     element = tensors[name][0, 0, row, 3:4]
     element.copy_(torch.tensor(float("nan")))
@@ -175,7 +175,7 @@ def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
 @pytest.mark.parametrize("size", [3e2, 1e4, 1e6, 1e15, 1e18])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_scores_far_apart(mask, size, dtype, isa):
-    """Of 1e5 and more, which is more than an exponent has bits, and up to where they are inf."""
+    """Scores differ by more than the range of exp, up to infinite scores."""
     if size > torch.finfo(dtype).max / 10:
         pytest.skip("reason: not a float16")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -186,13 +186,12 @@ def test_scores_far_apart(mask, size, dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("scale", [1e-46, 1e-30, 1e-7, 1e-5, 1e-2])
 def test_scores_that_are_nearly_the_same(scale, dtype, isa):
-    """Powers of 2 next to 1, from both sides; and a scale that is 0 in float32, which times the
-    -inf of what is hidden would be NaN."""
+    """All weights are near 1, down to a scale that is 0 in float32."""
     check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=scale)
 
 
 def test_results_below_the_normal_numbers(isa):
-    """The instruction that rounds to bfloat16 takes them for 0."""
+    """Subnormal bfloat16 outputs are not flushed to 0."""
     if isa.startswith("amx"):
         pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
     query, key, value = (torch.zeros(1, 1, 139, 64, dtype=torch.bfloat16) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Masks as intervals of keys and lists of blocks, against dense masks and FlexAttention's."""
+"""Masks as intervals of keys and as block lists, compared with dense masks and FlexAttention."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def elements_of(intervals, shape):
 
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_structured_masks(start):
-    """600 masks and combinations: the same positions, and the same blocks as FlexAttention."""
+    """Random masks give the visible positions of the dense mask and FlexAttention's blocks."""
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))
@@ -89,7 +89,7 @@ def test_structured_masks(start):
 
 @pytest.mark.parametrize("start", range(0, 300, 100))
 def test_other_masks(start):
-    """300 combinations with dense tensors and shuffled documents: no visible block is missing."""
+    """With dense tensors and shuffled documents, no visible block is missing."""
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2]), 2, draw.randint(1, 100), draw.randint(1, 100))
@@ -104,7 +104,7 @@ def test_other_masks(start):
 
 @pytest.mark.parametrize("start", range(0, 200, 100))
 def test_packed_sequences(start):
-    """200 sets of packed sequences, as one batch of global rows."""
+    """Packed sequences become one batch of global rows."""
     for number in range(start, start + 100):
         spec, shape, visible = packed_problem(number)
         intervals = intervals_of(spec, shape, CPU)
@@ -116,7 +116,7 @@ def test_packed_sequences(start):
 
 @pytest.mark.parametrize("kind", ["causal", "documents"])
 def test_long_sequences(kind):
-    """32,768 tokens without a tensor of 32,768 x 32,768, which would take 1 GiB."""
+    """32,768 tokens need no (32768, 32768) tensor, which would take 1 GiB."""
     length = 32768
     mask = masks.causal()
     if kind == "documents":
@@ -135,7 +135,7 @@ def test_long_sequences(kind):
 
 
 def test_no_values_are_read():
-    """On a device whose values cannot be read, documents are compared, not assumed contiguous."""
+    """If values cannot be read, documents are compared and not assumed to be contiguous."""
     device = torch.device("meta")
     ids = torch.zeros(1, 64, dtype=torch.long, device=device)
     lengths = torch.empty(1, dtype=torch.long, device=device)

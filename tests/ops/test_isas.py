@@ -33,7 +33,7 @@ def test_attention(name, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_rows_an_odd_number_apart(dtype, isa):
-    """Words of two 16-bit numbers are read from rows in place only where they are words."""
+    """16-bit rows with an odd stride are not read as aligned 32-bit words."""
     generator = drawn(0)
     wide = [torch.randn(1, 2, 64, 65, generator=generator, dtype=dtype) for _ in range(3)]
     results = []
@@ -46,7 +46,7 @@ def test_rows_an_odd_number_apart(dtype, isa):
 
 
 def test_sums_over_keys(isa):
-    """With gentle slopes a row of 40 keys has two large weights, and 38 roundings at their size."""
+    """With gentle ALiBi slopes, two large weights of a row round 38 small ones."""
     shape = 2, 2, 1, 70, 139
     slopes = 2.0 ** (-4.0 * torch.arange(1.0, 3.0))
     mask = masks.sliding_window(27, 15) & masks.alibi(slopes)
@@ -75,7 +75,7 @@ def total_of(input, residual):
 
 
 def test_float16_conversions_are_those_of_the_processor(isa):
-    """Every float16, subnormals, infinities and NaN included, goes through a norm unharmed."""
+    """Every finite float16 passes unchanged through a norm's sum."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)
@@ -95,7 +95,7 @@ def test_float16_conversions_are_those_of_the_processor(isa):
 
 
 def test_scores_of_float16_are_those_of_float32(isa):
-    """A single score is its row's lse, whose error no other row hides."""
+    """The lse of a single key is its score, which has float32 accuracy."""
     query, key = (torch.randn(2, 64, 8, 1, 40, generator=drawn(0))).half()
     _, lse = functional.scaled_dot_product_attention(query, key, key, return_lse=True)
     terms = query.double() * key.double() * 40**-0.5
@@ -105,7 +105,7 @@ def test_scores_of_float16_are_those_of_float32(isa):
 
 
 def test_few_products_take_vectors():
-    """Float32 of few queries, on a CPU with AMX: forward and backward by the same kernels."""
+    """Small float32 calls run on AVX-512 instead of AMX, forward and backward."""
     if not cpp.isa().startswith("amx"):
         pytest.skip("reason: AMX is not the choice here")
 
@@ -132,7 +132,7 @@ def test_nan_remains_nan_whatever_its_bits(bits, isa):
 @pytest.mark.parametrize("biased", [False, True], ids=["full", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_rows_that_do_not_exist_have_no_gradient(dtype, biased, isa):
-    """The last query tile has rows of zeros, whose score with an infinite key is NaN."""
+    """Padding rows of the last query tile do not turn an infinite key into NaN."""
     query, key, value = (
         torch.randn(1, 1, n, 32, generator=drawn(3)).to(dtype).requires_grad_() for n in (33, 4, 4)
     )

@@ -1,4 +1,4 @@
-"""How outputs and gradients lie in memory: as torch has it, whichever way a call takes."""
+"""Outputs and gradients have torch's memory layout on every dispatch path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 def lying(order, device="cpu", shape=SHAPE):
-    """A tensor of the shape whose dimensions lie in this order."""
+    """Return a tensor of the shape whose dimensions are stored in the given order."""
     places = [order.index(dim) for dim in range(len(order))]
     return torch.randn([shape[dim] for dim in order], device=device).permute(places)
 
@@ -63,7 +63,7 @@ def test_views_that_work_with_torch(backend):
 @every_order
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_lie_as_their_tensors(order, backend):
-    """So that .grad takes them as they are, and projections read them in place."""
+    """Gradients have the strides of their tensors, so .grad needs no copy."""
     there = device_of(backend)
     leaves = [lying(order, there), lying((0, 1, 2, 3), there), lying((0, 2, 1, 3), there)]
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -114,7 +114,7 @@ def test_compiled_with_sizes_as_symbols(order):
 
 
 class _Copies(TorchDispatchMode):
-    """Counts what copies."""
+    """Mode that counts copies."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class _Copies(TorchDispatchMode):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["attention", "weights", "encoder", "decoder"])
 def test_modules_copy_nothing(kind, batch_first):
-    """Projections are transposed for attention, and its output back: nothing is moved for that."""
+    """Modules transpose projections and outputs as views."""
     options = {"batch_first": batch_first, "dropout": 0.0}
     attention = nn.MultiheadAttention(16, 2, **options)
     encoder = nn.TransformerEncoderLayer(16, 2, 32, **options)

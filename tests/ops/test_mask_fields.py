@@ -1,4 +1,4 @@
-"""A field that is added to MaskSpec is refused by whatever lists fields, until it is handled."""
+"""Code that lists the fields of MaskSpec refuses a new field until it handles it."""
 
 from __future__ import annotations
 

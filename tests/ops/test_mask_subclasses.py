@@ -1,4 +1,4 @@
-"""Masks that are tensor subclasses: understood, read as tensors, or refused; never garbage."""
+"""Masks that are tensor subclasses are understood, read as tensors, or refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SHAPE = 2, 4, 2, 33, 47, 16
 
 
 class Plain(torch.Tensor):
-    """A subclass that changes nothing."""
+    """Subclass that changes nothing."""
 
 
 class Other(torch.Tensor):
-    """A subclass that decides what its values are."""
+    """Subclass that overrides the meaning of its values."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -44,7 +44,7 @@ CAUSAL = pytest.mark.parametrize(
 @pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_causal_bias(make, align, backend, compiled, qkv):
-    """Structure, as torch's function treats it; the memory of the tensor holds nothing."""
+    """A CausalBias is read as structure, because its memory is uninitialized."""
     bias = make(33, 47)
     visible = torch.ones(33, 47).tril(14 if align == "bottom_right" else 0) > 0
     function = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
@@ -62,7 +62,7 @@ def test_causal_bias(make, align, backend, compiled, qkv):
 
 @CAUSAL
 def test_causal_bias_in_other_functions(make, align):
-    """varlen, decode and the modules."""
+    """varlen_attention, decode_attention and the modules accept a CausalBias."""
     x = torch.randn(2, 33, 32)
     layer = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)
     hidden = torch.ones(33, 33, dtype=torch.bool).triu(1)
@@ -90,7 +90,7 @@ def test_causal_bias_of_other_lengths(qkv):
 
 
 def test_plain_subclasses_are_tensors(qkv):
-    """Parameters, buffers, and subclasses that override nothing."""
+    """Parameters, buffers and subclasses without overrides are plain tensors."""
     visible = torch.rand(33, 47) < 0.5
     bias = torch.randn(33, 47)
     for tensor, given in (
@@ -114,7 +114,7 @@ def test_plain_subclasses_are_tensors(qkv):
     ids=["function", "dense", "module"],
 )  # fmt: skip
 def test_others_are_refused(call, qkv):
-    """Their memory may not hold their values: a masked tensor of torch, or anybody's class."""
+    """Masked tensors and unknown subclasses may not store their values in memory."""
     visible = torch.rand(47, 47) < 0.5
     for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
         with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):

@@ -1,4 +1,4 @@
-"""Masks against what their docstrings say, position by position, in plain Python."""
+"""Masks compared with their documentation, position by position, in plain Python."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BATCH, HEADS, LEN_Q, LEN_K = 2, 2, 6, 9
 
 
 def real(length, seqlen, side, position):
-    """Whether a position of a padded sequence is a real token."""
+    """Return True if a position of a padded sequence is a real token."""
     return position < length if side == "right" else position >= seqlen - length
 
 
 def offset(align, b, key_lengths=None, query_lengths=None, side="right"):
-    """Of the diagonal: for bottom_right, the last real query sees up to the last real key."""
+    """Return the diagonal's offset; for bottom_right, it joins the last real query and key."""
     if align == "top_left":
         return 0
     last_key, last_query = LEN_K - 1, LEN_Q - 1
@@ -123,7 +123,7 @@ def test_visible_as_documented(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_see_what_is_documented(name, backend):
-    """With value = identity, out is nonzero where a key is visible."""
+    """With an identity as value, out is nonzero where a key is visible."""
     mask, visible = CASES[name]
     there = device_of(backend)
     x = torch.zeros(BATCH, HEADS, LEN_Q, 4, device=there)
@@ -199,7 +199,7 @@ def test_to_where_it_is_gives_the_mask_itself(name):
 
 
 def test_a_new_condition_is_a_class_and_a_field(monkeypatch):
-    """Its tensors are found, moved and combined by the fields of dataclasses."""
+    """Mask finds, moves and combines the tensors of a new condition."""
 
     @dataclass(frozen=True)
     class Blocks:

@@ -51,7 +51,7 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
 def test_rows_that_leave_the_caches(shape, dtype):
-    """Written past them on a CPU, where rows are aligned; some of a block's are, or none."""
+    """Large outputs are written with non-temporal stores where rows are aligned."""
     tensors = tensors_of("layer_norm", shape, True, True)
     assert_like_eager(norm("layer_norm", dropout_p=0.25), tensors, dtype, "cpp")
 
@@ -59,7 +59,7 @@ def test_rows_that_leave_the_caches(shape, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
-    """Weights in the type of the input; float32 ones are in test_norm."""
+    """Weights have the dtype of the input; test_norm has float32 weights."""
     leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
     out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype
@@ -98,7 +98,7 @@ def test_shapes_and_strides(backend):
 @pytest.mark.parametrize("added", [False, True], ids=["plain", "dropout-residual"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout, added, dtype, backend):
-    """Views are read as their copies would be, gradients that are views too."""
+    """Views of inputs and of gradients give the results of their copies."""
     columns = layout.view(torch.empty(layout.whole)).shape[-1]
     if layout.whole[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("reason: torch adds the rounded gradients of all columns, which cancel")
@@ -167,7 +167,7 @@ def test_runs_of_any_length(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_counts_logical_rows(backend):
-    """Which elements are dropped does not depend on the layout."""
+    """The dropout mask does not depend on the memory layout."""
     for layout in LAYOUTS.values():
         view = layout.view(torch.randn(layout.whole, device=device_of(backend)))
         options = {"dropout_p": 0.5, "seed": 3, "return_residual": True, "backend": backend}
@@ -195,7 +195,7 @@ def test_layouts_that_are_compiled(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
-    """A large mean: the difference of two large sums would lose the variance."""
+    """With a large mean, a variance from sums of squares would cancel."""
     tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
@@ -228,7 +228,7 @@ def test_gradients_that_are_lazily_negated(backend):
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_in_the_place_of_torchs_function(kind, monkeypatch):
-    """The reference, which second derivatives are of too, does not come back here."""
+    """The reference calls torch's original norm, not a patched one."""
     monkeypatch.setattr(torch.nn.functional, kind, getattr(F, kind))
     x = torch.randn(2, 5)
     with use_backend("eager"):

@@ -124,7 +124,7 @@ def test_compile_with_gradients(compiler, dynamic):
 
 
 def test_compile_notices_use_backend():
-    """The choice is part of what the compiled code is guarded by."""
+    """use_backend is part of the guards of compiled code."""
     compiled = torch.compile(
         lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True, backend="aot_eager"
     )
@@ -169,12 +169,12 @@ MASKS_OF_LENGTHS = {
 }
 
 
-@pytest.mark.sampled("both ways to export are there", backend=["eager"], strict=[True])
+@pytest.mark.sampled("both ways to export are there", backend=["sdpa", "eager"], strict=[True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
-@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
 def test_export_of_any_length(backend, mask, strict):
-    """No guard bounds what has no bound."""
+    """Export adds no guard that bounds a dynamic length."""
 
     class Attend(torch.nn.Module):
         def forward(self, query, key, value):
@@ -205,7 +205,7 @@ def test_graphs_look_at_lengths_when_they_run():
 
 
 def test_compile_does_not_ask_where_autocast_is(monkeypatch):
-    """torch.compile of 2.9 and 2.10 cannot trace the question."""
+    """torch.compile of 2.9 and 2.10 cannot trace is_autocast_available."""
     untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
     x = torch.randn(1, 2, 5, 8)
@@ -220,7 +220,7 @@ def attend_to_itself(x):
 
 
 def test_compile_of_one_tensor_twice():
-    """torch.compile refuses a Function that gets a tensor as two arguments."""
+    """One tensor may be several operands of a compiled call."""
 
     def attend(x):
         out = F.scaled_dot_product_attention(x, x, x)
@@ -326,7 +326,7 @@ def test_functorch():
 
 
 def test_eager_calls_bypass_the_op(monkeypatch):
-    """Plain calls do not pay for torch.ops; with a mode around them they go through it."""
+    """Plain calls bypass torch.ops; calls under a mode go through it."""
     calls = []
     real = torch.ops.fused_attn.attention_fwd
 
@@ -381,7 +381,7 @@ def test_masks_notice_what_a_graph_writes(write, backend):
 
 
 def test_inference_mode_then_training():
-    """What a Mask keeps from inference mode does not get into a graph."""
+    """Values that a Mask cached in inference mode do not enter a graph."""
     mask = masks.padding([5, 3]) & masks.dense(torch.ones(5, 5, dtype=torch.bool))
     x = torch.randn(2, 1, 5, 8)
     with torch.inference_mode():
@@ -393,7 +393,7 @@ def test_inference_mode_then_training():
 
 @pytest.mark.parametrize("kind", ["bool", "key", "float", "padding", "documents", "alibi", "both"])
 def test_masks_made_in_inference_mode_then_training(kind):
-    """autograd saves no tensor of that mode; torch takes a bool mask of it all the same."""
+    """Masks that were made in inference mode are copied before autograd saves them."""
     with torch.inference_mode():
         visible, bias = torch.rand(5, 5) < 0.9, torch.randn(5, 5)
         lengths, ids, slopes = torch.tensor([5, 3]), torch.arange(5) // 2, torch.rand(2)

@@ -1,4 +1,4 @@
-"""Partial results (AttentionOptions.partial): unrounded, and the same numbers otherwise."""
+"""Partial results (AttentionOptions.partial) are unrounded, and otherwise equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def problem(backend, dtype, shape, dropout_p=0.0):
 
 @contextlib.contextmanager
 def deterministic(wanted):
-    """Requests deterministic algorithms: atomic additions of two runs may differ on a GPU."""
+    """Request deterministic algorithms, as atomic additions of two GPU runs may differ."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or wanted)
     try:
@@ -56,7 +56,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """The partial results, rounded, are the results; and out has what out_residual says."""
+    """Assert that rounded partial results equal the results, and match the residual of out."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)
@@ -145,7 +145,7 @@ def test_backends_without_partial_results_say_so(name):
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
-    """Rows of dS of a part do not add up to the gradient of lse, as those of a whole do."""
+    """Rows of dS of a part do not sum to the gradient of lse, as a complete row does."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, SHAPES["training"])
     bias = torch.randn(1, 4, *sizes, generator=drawn(4)).to(call.query.device)

@@ -1,4 +1,4 @@
-"""Dropout of forwards that are computed again under a memory budget of torch.compile."""
+"""Dropout of forwards that torch.compile recomputes under a memory budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of some rows, keys, heads or sequences of a larger one drops what that would drop."""
+"""A shard of a larger call drops the elements that the complete call would drop."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def origin_of(part, device):
 
 
 def shard(part, backend, dtype=torch.float32, one_key_head=False):
-    """The call of a part; with value = identity, out is the weights themselves."""
+    """Return the call of a part; with an identity as value, out is the weights."""
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
     heads_kv = 1 if one_key_head else heads
@@ -76,7 +76,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 
 def assert_keeps(call, backend, keep, with_lse):
-    """with_lse: as training and forwards of many queries, else as decoding has it."""
+    """Assert which weights a call keeps; with_lse selects the kernels of training."""
     out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 
@@ -115,9 +115,11 @@ def test_every_isa(dtype, part, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_part(biased, dtype, part, backend):
-    """What each backward kernel keeps shows in signs: with P the same for all keys and dP = 1,
-    dS = P (Z c - delta) is positive where Z is 1. Keys are the identity, so dQ is dS too; the first
-    columns of dO are, so that there dV is Z^T P."""
+    """The signs of gradients show which weights each backward kernel keeps.
+
+    With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive where Z is 1. Keys are
+    the identity, so dQ is dS. The first columns of dO are the identity too, so dV is Z^T P there.
+    """
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
     query = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
@@ -145,7 +147,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_of_a_part(dtype, backend):
-    """Within the contract, with a mask, and heads that share keys."""
+    """Values of a shard with a mask and shared heads are within the contract."""
     part = PARTS["everything"]
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
 
@@ -164,7 +166,7 @@ def test_values_of_a_part(dtype, backend):
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_parts_add_up_to_the_whole(backend):
-    """Of rows alone, which are computed as they are in the whole."""
+    """Shards of rows have the values of the complete call."""
     device = device_of(backend)
     query, key, value = (t.to(device) for t in random_qkv(*WHOLE[:2], *WHOLE[1:], 16).values())
     options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(device))
@@ -180,7 +182,7 @@ def test_parts_add_up_to_the_whole(backend):
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_packed_sequences(backend):
-    """Each is a part of a sequence of its own."""
+    """Each packed sequence is a shard with global offsets."""
     device = device_of(backend)
     lengths_q, lengths_k = torch.tensor([33, 1, 20]), torch.tensor([60, 16, 45])
     rows, keys, numbers, heads = [5, 40, 0], [8, 0, 64], torch.tensor([3, 0, 6]), 2
@@ -225,7 +227,7 @@ def test_weights(part, backend):
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("average", [False, True])
 def test_gradient_of_weights(average, part, backend):
-    """As in test_gradients_of_a_part: dQ is dS, which is positive where a weight is kept."""
+    """dQ is dS, as in test_gradients_of_a_part, so it is positive for kept weights."""
     call = shard(part, backend)
     seqlen_k = call.key.shape[2]
     eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)
@@ -260,7 +262,7 @@ def test_counters_have_32_bits(backend):
 
 
 def norm_shard(backend, dtype, columns, rms, batch0, rows):
-    """The call of some rows of some of 5 sequences of 20; and what the whole keeps of it."""
+    """Return the call of some rows of some of 5 sequences of 20, and the mask of kept elements."""
     device, runs = device_of(backend), len(batch0)
     x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
     first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0
@@ -295,7 +297,7 @@ def test_norms_on_every_isa(dtype, isa):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_norms(backend):
-    """Rows that are walked in pieces."""
+    """Rows are wide enough to be processed in chunks."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
     total = autograd.norm_by(call, get_backend(backend), True)[1]

@@ -1,4 +1,4 @@
-"""stats: calls of attention are counted, whoever makes them, and by what computed them."""
+"""stats counts calls of attention by caller and by backend."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,7 +41,7 @@ def test_blocks_may_be_nested_and_graphs_are_not_counted():
 
 
 def test_flops_are_those_that_torch_counts_for_its_own():
-    """By its formula for the fused kernels, which compute the scores again in the backward."""
+    """FLOPs follow torch's formula for fused kernels, whose backward recomputes scores."""
     sizes = [torch.randn(2, 4, 64, 32, requires_grad=True) for _ in range(3)]
     found = []
     for function in (

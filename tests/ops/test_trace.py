@@ -1,4 +1,4 @@
-"""torch.jit.trace of the public functions and modules: what sdpa can, ours can."""
+"""torch.jit.trace of the public functions and modules."""
 
 import io
 
@@ -56,7 +56,7 @@ CASES = {
 
 
 class Called(torch.nn.Module):
-    """A function as a module."""
+    """Module that calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -95,7 +95,7 @@ def test_a_traced_call_takes_other_lengths(name):
 
 @pytest.mark.parametrize("masked", ["not", "causal", "padding"])
 def test_trace_of_an_encoder_layer(masked):
-    """Without gradients: those of a trace are a Python function, which torch cannot save."""
+    """Traced without gradients, whose Python function torch cannot save."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
     causal = torch.nn.Transformer.generate_square_subsequent_mask(L)
 

@@ -1,4 +1,4 @@
-"""Calls that look ordinary and are easy to get wrong; each was wrong once."""
+"""Ordinary calls that were wrong once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed sequences: each by itself, as the padded batch, without one."""
+"""Packed sequences give the results of the padded batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def packed(lengths_q, lengths_k, heads=4, heads_kv=2, dim=24, dim_v=40):
 
 
 def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
-    """function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
+    """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
     longest = (max(lengths_q), max(lengths_k)) if longest is None else longest
 
     def of(backend):
@@ -64,7 +64,7 @@ def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
 
 
 def padded(packed, lengths):
-    """(batch, heads, longest, dim) with NaN where there is nothing."""
+    """Return packed rows as (batch, heads, longest, dim), padded with NaN."""
     parts = packed.split(list(lengths))
     whole = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=torch.nan)
     return whole.transpose(1, 2)
@@ -93,7 +93,7 @@ def test_masks(name, dtype, backend):
     ids=str,
 )  # fmt: skip
 def test_is_the_padded_batch(options, backend):
-    """Bit by bit, gradients too, and NaN beyond a sequence's end reaches nothing."""
+    """Results and gradients equal those of the padded batch, bit for bit."""
     query, key, value = leaves_of(packed(LENGTHS_Q, LENGTHS_K).values(), torch.float32, backend)
     torch.manual_seed(0)
     out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(query, key, value)
@@ -140,7 +140,7 @@ def test_decode(mask, dtype, backend):
 
 
 def small_call(backend):
-    """A function of query, key and value, and what it may be called with."""
+    """Return a function of query, key and value, and small tensors for it."""
     there = device_of(backend)
     where = (cu_seqlens((3, 2)).to(there), cu_seqlens((4, 5), torch.int64).to(there), 3, 5)
 
@@ -167,7 +167,7 @@ def test_compile(backend):
 
 
 def packed_of(mask):
-    """The mask with lengths that it keeps."""
+    """Return the packed form that a mask has cached."""
     (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key == ("packed", False))
     return kept
 

@@ -6,8 +6,10 @@ windows, steep slopes, and tensors of every broadcast shape.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from helpers import drawn
 
@@ -88,3 +90,11 @@ FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",
     "bias_with_inf", "alibi_batch",
 )  # fmt: skip
+# All pairs that combine, for parametrize. `make test` runs those of FIELDS.
+PAIRS = [
+    pytest.param(
+        pair, id="-".join(pair), marks=() if {*pair} <= {*FIELDS} else pytest.mark.thorough
+    )
+    for pair in itertools.combinations(MASKS, 2)
+    if pair != ("alibi", "alibi_batch")  # of different alignment, see test_errors.py
+]

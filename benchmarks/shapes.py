@@ -28,7 +28,7 @@ class Attention:
 
     Attributes:
         mask: name of the mask in `fused-attn bench` (fused_attn/tools/cases.py).
-        bias: add a learnt bias to the scores; a backward then computes its gradient.
+        bias: add a learned bias to the scores; a backward then computes its gradient.
         quick: include the problem in `make bench-quick`.
     """
 
@@ -58,7 +58,7 @@ class Attention:
         return tensors_of(self.own_mask(device), self.size, device, dtype)
 
     def operands(self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0) -> list[Tensor]:
-        """Return random query, key, value and, if learnt, bias. Equal seeds give equal tensors."""
+        """Return random query, key, value and, if learned, bias. Equal seeds give equal tensors."""
         operands = [*self.size.operands(dtype, device, seed).values()]
         if self.bias:
             generator = torch.Generator(device).manual_seed(seed)
@@ -144,7 +144,7 @@ class Norm:
         """Return the minimum number of (rows, columns) tensors that a call reads or writes."""
         if not backward:
             return 2 + self.residual + self.returns_sum
-        # A backward accesses the gradients of input and out, and the normalised tensor. With
+        # A backward accesses the gradients of input and out, and the normalized tensor. With
         # dropout, input and residual have separate gradients.
         return 3 + self.returns_sum + (self.residual and self.dropout_p > 0.0)
 

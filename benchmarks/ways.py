@@ -53,7 +53,7 @@ class Apart:
 
 
 def attention(shape: Attention, backend: str | None, device: Device) -> Way:
-    """Return fused_attn. A fourth operand (learnt bias or mask tensor) replaces the mask."""
+    """Return fused_attn. A fourth operand (learned bias or mask tensor) replaces the mask."""
     return _on(shape, shape.own_mask(device), backend)
 
 

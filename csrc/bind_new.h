@@ -60,7 +60,7 @@ py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int
   return py::handle(empty_strided)(sizes, steps, dtype);
 }
 
-// Allocates an uninitialised CPU tensor, which must be dense. Large tensors reuse pooled memory;
+// Allocates an uninitialized CPU tensor, which must be dense. Large tensors reuse pooled memory;
 // their deleter returns it to the pool. Throws std::bad_alloc if out of memory.
 py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, NumberType type) {
   if (exchange_api == nullptr) return new_tensor_of_torch(shape, strides, ndim, type);

@@ -184,7 +184,7 @@ py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
 }
 
 // Runs the backward from the saved mean and rstd. `input` of the call is the sum that was
-// normalised. grad_total, the gradient of that sum, may be None.
+// normalized. grad_total, the gradient of that sum, may be None.
 //
 // Returns the gradients of the input, the sum, weight and bias. The input gradient is None if it
 // equals that of the sum. The gradients of weight and bias have the dtype of the statistics and are

@@ -37,7 +37,7 @@ FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2,
   return {{c0, c1, c2, c3}};
 }
 
-// Each counter decides kDecisions neighbouring elements with 16 bits each. Decision e uses word e /
+// Each counter decides kDecisions neighboring elements with 16 bits each. Decision e uses word e /
 // 2: its lower half if e is even, its upper half if e is odd. dropout_p is therefore rounded to a
 // multiple of 1 / kDropoutSteps.
 constexpr int kDecisions = 8;

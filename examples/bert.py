@@ -4,10 +4,10 @@
 
 Pretraining needs no labels. The model predicts masked tokens, and whether the second of two
 passages follows the first or comes from another work. As in the paper, training starts with short
-sequences, from which the model learns soonest that neighbouring tokens matter. With 128 tokens from
+sequences, from which the model learns soonest that neighboring tokens matter. With 128 tokens from
 the start, the loss stayed at the unigram entropy for over a thousand steps.
 
-Fine-tuning uses three hundred labelled texts. Two heads classify passages as verse or prose, one
+Fine-tuning uses three hundred labeled texts. Two heads classify passages as verse or prose, one
 from the vector of [CLS] and one from the mean over all tokens. A third head restores the
 punctuation of texts, word by word. Each head is also fine-tuned from random weights, to measure the
 gain from pretraining.

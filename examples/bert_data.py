@@ -136,7 +136,7 @@ class Pairs:
 
 
 def mask_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Mask random tokens for masked language modelling (Devlin et al. 2019, section 3.1, task 1).
+    """Mask random tokens for masked language modeling (Devlin et al. 2019, section 3.1, task 1).
 
     15 % of the tokens are chosen. Of these, 80 % become [MASK], 10 % become a random token, and
     10 % stay unchanged. The model must not rely on [MASK], because fine-tuning has none.

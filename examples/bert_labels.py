@@ -1,4 +1,4 @@
-"""Labelled text of `python examples/bert.py`: verse or prose, and punctuation after words."""
+"""Labeled text of `python examples/bert.py`: verse or prose, and punctuation after words."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
     return [word for word, _ in pairs], marks
 
 
-class Labelled(NamedTuple):
-    """Labelled texts for fine-tuning."""
+class Labeled(NamedTuple):
+    """Labeled texts for fine-tuning."""
 
     rows: list[list[int]]  # token ids of each text, without special tokens
     labels: list[list[int]]  # per text: [label], or one label for each of [CLS], tokens, [SEP]
@@ -68,8 +68,8 @@ class Labelled(NamedTuple):
         return result
 
 
-def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Return passages of speeches labelled with their form, as many of verse as of prose."""
+def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labeled:
+    """Return passages of speeches labeled with their form, as many of verse as of prose."""
     length = max_seqlen - 2
     by_form: list[list[list[int]]] = [[], []]
     for lines in found:
@@ -79,11 +79,11 @@ def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int)
             by_form[form] += [ids[i : i + length] for i in range(0, len(ids) - length // 2, length)]
     count = min(map(len, by_form))
     rows = [rows[i] for rows in by_form for i in torch.randperm(len(rows))[:count]]
-    return Labelled(rows, [[0]] * count + [[1]] * count)
+    return Labeled(rows, [[0]] * count + [[1]] * count)
 
 
-def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Return speeches without punctuation; the last token of a word is labelled with its mark."""
+def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labeled:
+    """Return speeches without punctuation; the last token of a word is labeled with its mark."""
     rows, labels = [], []
     for lines in found:
         words, marks = marks_of(lines)
@@ -94,4 +94,4 @@ def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int)
         own = [marks[word] if end else IGNORED for word, end in zip(of_token, last, strict=True)]
         rows.append(encoded.ids[: max_seqlen - 2])
         labels.append([IGNORED, *own, IGNORED])
-    return Labelled(rows, labels)
+    return Labeled(rows, labels)

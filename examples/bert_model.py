@@ -62,7 +62,7 @@ class Bert(nn.Module):
         )
         self.encoder = fused.TransformerEncoder(layer, config.num_layers)
         self.pooler = nn.Linear(d_model, d_model)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
         """Return the hidden states of the last layer.
@@ -92,7 +92,7 @@ def pool_mean(hidden: Tensor, padding: Tensor) -> Tensor:
 
 
 class PretrainingHeads(nn.Module):
-    """Heads for masked language modelling and next-sentence prediction (section 3.1).
+    """Heads for masked language modeling and next-sentence prediction (section 3.1).
 
     The decoder shares the matrix of the token embedding. Only its bias is a new parameter.
     """
@@ -105,8 +105,8 @@ class PretrainingHeads(nn.Module):
         self.norm = fused.LayerNorm(d_model, eps=EPS)
         self.decoder_bias = nn.Parameter(torch.zeros(bert.config.vocab_size))
         self.next_sentence = nn.Linear(d_model, 2)
-        _initialise(self.transform)
-        _initialise(self.next_sentence)
+        _initialize(self.transform)
+        _initialize(self.next_sentence)
 
     def forward(
         self, ids: Tensor, segments: Tensor, padding: Tensor, chosen: Tensor
@@ -139,7 +139,7 @@ class SentenceClassifier(nn.Module):
         self.pooling = pooling
         self.dropout = nn.Dropout(bert.config.dropout)
         self.head = nn.Linear(bert.config.d_model, num_classes)
-        _initialise(self.head)
+        _initialize(self.head)
 
     def pooled(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
         """Return one vector per text, (batch, d_model)."""
@@ -159,7 +159,7 @@ class TokenClassifier(nn.Module):
         self.bert = bert
         self.dropout = nn.Dropout(bert.config.dropout)
         self.head = nn.Linear(bert.config.d_model, num_classes)
-        _initialise(self.head)
+        _initialize(self.head)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
         """Return logits of the classes, (batch, seqlen, num_classes)."""
@@ -226,8 +226,8 @@ def load_minilm(dropout: float | None = None) -> tuple[Bert, Tokenizer]:
     return from_checkpoint(folder, dropout), tokenizer
 
 
-def _initialise(module: nn.Module) -> None:
-    """Initialise a module's weights from normal distributions and its biases with 0.
+def _initialize(module: nn.Module) -> None:
+    """Initialize a module's weights from normal distributions and its biases with 0.
 
     The function is an argument of `Module.apply`. BERT uses a standard deviation of 0.02, for 768
     inputs. Matrices here use 0.55 / sqrt(inputs), which is equal for 768 inputs and keeps the scale

@@ -21,7 +21,7 @@ from bert_labels import (
     FORMS,
     IGNORED,
     MARKS,
-    Labelled,
+    Labeled,
     form_examples,
     mark_examples,
     speeches,
@@ -47,7 +47,7 @@ REQUIRED = ("form_cls", "marks")
 
 @dataclass(frozen=True)
 class Amount:
-    """Amount of fine-tuning: number of labelled texts, of epochs and of seeds."""
+    """Amount of fine-tuning: number of labeled texts, of epochs and of seeds."""
 
     texts: int
     epochs: int
@@ -62,8 +62,8 @@ class Score(NamedTuple):
     macro_f1: float
 
 
-def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) -> None:
-    """Train all weights of a model on labelled texts or tokens."""
+def fine_tune(model: nn.Module, examples: Labeled, amount: Amount, title: str) -> None:
+    """Train all weights of a model on labeled texts or tokens."""
     texts = torch.randperm(len(examples.rows))[: amount.texts]
     orders = [texts[torch.randperm(len(texts))] for _ in range(amount.epochs)]
     batches = [batch for order in orders for batch in examples.batches(order, BATCH)]
@@ -79,8 +79,8 @@ def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) 
 
 
 @torch.no_grad()
-def score(model: nn.Module, examples: Labelled) -> Score:
-    """Return the scores of a model on labelled texts that it was not trained on."""
+def score(model: nn.Module, examples: Labeled) -> Score:
+    """Return the scores of a model on labeled texts that it was not trained on."""
     model.eval()
     right, labels, true, given = [], [], [], []
     for inputs, wanted in examples.batches(torch.arange(len(examples.rows)), BATCH):
@@ -120,7 +120,7 @@ def summary(scores: list[Score]) -> dict[str, float | list[float]]:
     }
 
 
-def majority(examples: Labelled) -> float:
+def majority(examples: Labeled) -> float:
     """Return the frequency of the most frequent label."""
     labels = torch.tensor([label for row in examples.labels for label in row])
     return labels[labels != IGNORED].bincount().max().item() / (labels != IGNORED).sum().item()

@@ -16,12 +16,12 @@ from torch import Tensor
 def korean_pairs() -> list[tuple[str, str]]:
     """Return English messages of JupyterLab and its extensions with their Korean translations.
 
-    The source is the message catalogues of jupyterlab-language-pack-ko-KR. Each English message
+    The source is the message catalogs of jupyterlab-language-pack-ko-KR. Each English message
     occurs once, with its first translation. Untranslated messages are omitted.
     """
     pairs: dict[str, str] = {}
-    catalogues = _files("jupyterlab-language-pack-ko-kr", r".*/LC_MESSAGES/.*\.json")
-    for path in catalogues:
+    catalogs = _files("jupyterlab-language-pack-ko-kr", r".*/LC_MESSAGES/.*\.json")
+    for path in catalogs:
         for key, translations in json.loads(path.read_text("utf-8")).items():
             english = " ".join(key.rpartition("\x04")[2].split())  # \x04 ends the context
             korean = " ".join((translations[0] if key else "").split())  # key "" is the header

@@ -42,7 +42,7 @@ def generate(
 ) -> Generated:
     """Decode sequences until <eos>, one token per step, by greedy or beam search.
 
-    Finished sequences are removed from the batch. On a GPU, every step synchronises with the device
+    Finished sequences are removed from the batch. On a GPU, every step synchronizes with the device
     to check which sequences have finished.
 
     Args:

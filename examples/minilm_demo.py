@@ -39,7 +39,7 @@ try:
 except ImportError as error:
     sys.exit(f"minilm_demo: {error}; run `make env`, which installs what the demo needs")
 
-# Packages whose descriptions and licences are the text. The demo's environment contains them.
+# Packages whose descriptions and licenses are the text. The demo's environment contains them.
 SOURCES = ["torch", "transformers", "tokenizers", "huggingface_hub", "matplotlib", "numpy", "rich"]
 SOURCES += ["networkx", "sympy", "pyparsing", "pillow", "regex", "tqdm", "typing_extensions"]
 QUERIES = [
@@ -71,7 +71,7 @@ def main() -> None:
     padding = 1 - lengths.sum() / sum(batch["input_ids"].numel() for batch in batches)
     console.print(
         f"\n{count} passages of {lengths.min()} to {lengths.max()} tokens (median "
-        f"{lengths.median()}) from the descriptions and licences of {', '.join(SOURCES)}. "
+        f"{lengths.median()}) from the descriptions and licenses of {', '.join(SOURCES)}. "
         f"In batches of {size}, unsorted: {padding:.0%} is padding."
     )
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 class Embedder(torch.nn.Module):
-    """Sentence encoder that returns the normalised mean over real tokens, (batch, 384).
+    """Sentence encoder that returns the normalized mean over real tokens, (batch, 384).
 
     sentence-transformers pools in the same way.
     """
@@ -147,11 +147,11 @@ def real_passages(count: int) -> list[str]:
 
 
 def sentences(name: str) -> Iterator[str]:
-    """Yield the prose sentences of an installed package's description and licence."""
+    """Yield the prose sentences of an installed package's description and license."""
     package = metadata.distribution(name)
-    # Match the package's licence, but not licences of bundled software in deeper folders.
-    licence = re.compile(r"[^/]*dist-info/(licenses/)?licen[cs]e(\.\w+)?", re.IGNORECASE)
-    files = [f.locate() for f in package.files or () if licence.fullmatch(f.as_posix())]
+    # Match the package's license, but not licenses of bundled software in deeper folders.
+    license = re.compile(r"[^/]*dist-info/(licenses/)?licen[cs]e(\.\w+)?", re.IGNORECASE)
+    files = [f.locate() for f in package.files or () if license.fullmatch(f.as_posix())]
     texts = [package.metadata.get_payload(), *(f.read_text("utf-8", "replace") for f in files)]
     text = MARKUP.sub("", "\n\n".join(texts))
     for paragraph in re.split(r"\n\s*\n|\n\s*(?=[-*] |\(?\w\) |\d+\. )", text):

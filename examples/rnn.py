@@ -153,10 +153,10 @@ def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
     header = ("", "parameters", "epochs", "s per epoch", "loss", "held-out", "exact", "chrF")
     table("Loss, training pairs right to the letter, chrF of held-out pairs", header, rows)
     for name, figures in both.items():
-        learnt, held_out = figures["train"]["all"]["exact"], figures["held_out"]["all"]["chrf"]
+        learned, held_out = figures["train"]["all"]["exact"], figures["held_out"]["all"]["chrf"]
         run.report(
             f"{name}: {figures['epochs']} epochs of {figures['seconds_per_epoch']} s, loss "
-            f"{figures['loss']['held_out']} on held-out pairs, {learnt:.1%} of the training pairs "
+            f"{figures['loss']['held_out']} on held-out pairs, {learned:.1%} of the training pairs "
             f"right to the letter, chrF {held_out} on held-out pairs"
         )
 

@@ -1,4 +1,4 @@
-"""Transfer learning: a pretrained BERT learns the genre of passages from 150 labelled examples.
+"""Transfer learning: a pretrained BERT learns the genre of passages from 150 labeled examples.
 
     python examples/transfer.py
 
@@ -75,7 +75,7 @@ SMOKE = Size(4, 4, 8, 2, 1, 2)
 
 
 class Passages(NamedTuple):
-    """Labelled passages as token ids."""
+    """Labeled passages as token ids."""
 
     ids: list[list[int]]  # token ids, including [CLS] and [SEP]
     labels: Tensor  # (passages,) int64
@@ -120,7 +120,7 @@ def embed(model: SentenceClassifier, passages: Passages) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: SentenceClassifier, passages: Passages) -> float:
-    """Return the accuracy of a model on labelled passages."""
+    """Return the accuracy of a model on labeled passages."""
     predicted = model.head(embed(model, passages)).argmax(1)
     return (predicted == passages.labels).float().mean().item()
 

@@ -55,7 +55,7 @@ class VisionTransformer(nn.Module):
             D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
             norm_first=True,
         )  # fmt: skip
-        # In a pre-norm model, no layer normalises the last residual sum, so add a final norm.
+        # In a pre-norm model, no layer normalizes the last residual sum, so add a final norm.
         self.encoder = fused_attn.nn.TransformerEncoder(
             layer, NUM_LAYERS, norm=fused_attn.nn.LayerNorm(D_MODEL)
         )

@@ -121,7 +121,7 @@ def layer_norm(
     Args:
         input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
             rows are read in place (see docs/masks.md).
-        normalized_shape: sizes of the trailing dimensions that are normalised together.
+        normalized_shape: sizes of the trailing dimensions that are normalized together.
         weight, bias: (*normalized_shape), any of the dtypes of input; None omits them.
         eps: value added to the variance.
         residual: same shape and dtype as input, added to dropout(input) before the norm; None
@@ -181,7 +181,7 @@ def rms_norm(
     Args:
         input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
             rows are read in place (see docs/masks.md).
-        normalized_shape: sizes of the trailing dimensions that are normalised together.
+        normalized_shape: sizes of the trailing dimensions that are normalized together.
         weight: (*normalized_shape), any of the dtypes of input; None omits it.
         eps: value added to the mean square. None means the machine epsilon of float32 (of float64
             for float64 inputs), as in torch.

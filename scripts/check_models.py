@@ -135,7 +135,7 @@ def counts(types: dict[str, Any]) -> str:
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Merge new verdicts into the committed ones.
 
-    Committed entries from another machine or other versions are labelled with these.
+    Committed entries from another machine or other versions are labeled with these.
     """
     names = ("fused-attn", "transformers", "torch")
     versions = {name: metadata.version(name) for name in names}

@@ -51,7 +51,7 @@ inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
 template <class Task>
 inline void share_tasks(int64_t count, bool fixed, const Task& task) {
   if (fixed) {
-#pragma omp for schedule(static, 1) nowait  // under a mask, neighbouring tasks take similar time
+#pragma omp for schedule(static, 1) nowait  // under a mask, neighboring tasks take similar time
     for (int64_t i = 0; i < count; ++i) task(i);
   } else {
 #pragma omp for schedule(dynamic) nowait

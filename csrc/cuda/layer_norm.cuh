@@ -387,7 +387,7 @@ norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
 }
 
 // Forward of longer rows. Each block processes one row, in stretches. Each thread updates the mean
-// and the sum of squares of its columns per stretch. A second loop over the row normalises it, and
+// and the sum of squares of its columns per stretch. A second loop over the row normalizes it, and
 // usually reads it from L2.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kFwdWideTeam, 2)

@@ -1,6 +1,6 @@
 // Gradients of layer_norm and rms_norm on a GPU.
 //
-// Let x be the normalised row and g = weight * grad_out. Then
+// Let x be the normalized row and g = weight * grad_out. Then
 //   grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm,
 // and grad_input is grad_residual times the dropout mask and scale. Each block processes every
 // num_blocks()-th group of rows, and accumulates their contributions to grad_weight and grad_bias.
@@ -18,7 +18,7 @@ namespace fused_attn {
 namespace {
 
 // Values per thread. With 512 threads on a multiprocessor, a thread has 128 registers. 16 values
-// each of the normalised row, of g and of the two sums occupy 64 of them. Holding the weight in
+// each of the normalized row, of g and of the two sums occupy 64 of them. Holding the weight in
 // registers too would spill 20 to 52 bytes. Meanwhile the next row is in flight to shared memory:
 // 32 KB for two matrices in 16-bit types, 64 KB in float32. Single-element accesses need more
 // registers for addresses, so a thread has only 8 values.
@@ -282,7 +282,7 @@ FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool 
   }
 }
 
-// Loads the thread's part of a stretch: the normalised row (x) and grad_out (grad). Elements
+// Loads the thread's part of a stretch: the normalized row (x) and grad_out (grad). Elements
 // outside the stretch are 0.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, const Stretch& s,

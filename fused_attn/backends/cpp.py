@@ -224,14 +224,14 @@ def tile_kinds(
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
-    """Allocate an uninitialised tensor. The module calls this if torch has no C API for it."""
+    """Allocate an uninitialized tensor. The module calls this if torch has no C API for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
 
 
 def _pooled(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialised tensor. Large tensors come from the workspace pool."""
+    """Allocate an uninitialized tensor. Large tensors come from the workspace pool."""
     return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 

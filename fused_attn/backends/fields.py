@@ -32,7 +32,7 @@ def check_fields(known: Iterable[str]) -> None:
 
 
 def empty_summary(tensor: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Allocate an uninitialised uint8 summary of a dense mask or bias.
+    """Allocate an uninitialized uint8 summary of a dense mask or bias.
 
     Args:
         tensor: (batch, num_heads, seqlen_q, seqlen_k).

@@ -160,7 +160,7 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
 
 
 def norm_of(total: Tensor, call: NormCall) -> Tensor:
-    """Normalise rows by layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
+    """Normalize rows by layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
     shape, weight, bias = total.shape[-1:], call.weight, call.bias
     if not call.options.rms:
         weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))

@@ -128,7 +128,7 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialised tensor: the default allocator of calls (`calls.Empty`)."""
+    """Allocate an uninitialized tensor: the default allocator of calls (`calls.Empty`)."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 

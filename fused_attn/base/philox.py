@@ -117,7 +117,7 @@ def dropout_scale(dropout_p: float) -> float:
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the default generator of the device, without a synchronisation.
+    """Draw a seed from the default generator of the device, without a synchronization.
 
     Returns:
         int64 scalar tensor on the device.

@@ -27,7 +27,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 class Empty(Protocol):
-    """Function that allocates an uninitialised tensor with the given strides."""
+    """Function that allocates an uninitialized tensor with the given strides."""
 
     def __call__(
         self,
@@ -154,7 +154,7 @@ class AttentionCall(Flat):
     def outputs(
         self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
     ) -> AttentionOutputs:
-        """Allocate uninitialised results; missing results are empty tensors.
+        """Allocate uninitialized results; missing results are empty tensors.
 
         Args:
             for_backward: also allocate lse and the residuals, for a backward.
@@ -175,7 +175,7 @@ class AttentionCall(Flat):
         )
 
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
-        """Allocate uninitialised gradients of query, key, value and bias.
+        """Allocate uninitialized gradients of query, key, value and bias.
 
         Query, key and value gradients have the dimension order of their tensors. The bias gradient
         is contiguous, or empty without needs_bias.
@@ -200,7 +200,7 @@ class AttentionCall(Flat):
         )
 
     def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:
-        """Allocate uninitialised attention weights in the dtype of query.
+        """Allocate uninitialized attention weights in the dtype of query.
 
         Their shape is (batch, num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) if
         they are averaged over heads.
@@ -330,7 +330,7 @@ class NormCall(Flat):
 
     @property
     def normalized_shape(self) -> tuple[int]:
-        """Shape of the normalised dimension: (columns,)."""
+        """Shape of the normalized dimension: (columns,)."""
         return (self.input.shape[-1],)
 
     @property
@@ -388,7 +388,7 @@ class NormCall(Flat):
         return NormCall(total, None, self.weight, self.bias, self.options)
 
     def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
-        """Allocate uninitialised results; missing results are empty tensors."""
+        """Allocate uninitialized results; missing results are empty tensors."""
         like = self.input
         rows, dtype = self.rows, statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
@@ -402,7 +402,7 @@ class NormCall(Flat):
     def gradients(
         self, needs_weight: bool, needs_bias: bool, empty: Empty = empty_strided
     ) -> NormGradients:
-        """Allocate uninitialised gradients; missing gradients are empty tensors."""
+        """Allocate uninitialized gradients; missing gradients are empty tensors."""
         like = self.input
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)

@@ -12,7 +12,7 @@ heads of this rank, or set offsets that differ between ranks.
 
 Supported placements are Replicate, Shard of the batch, Shard of the heads if the size of the mesh
 dimension divides num_heads and num_heads_kv, and for norms Shard of any dimension that is not
-normalised. Other placements are redistributed to Replicate, as DTensor does for torch's ops.
+normalized. Other placements are redistributed to Replicate, as DTensor does for torch's ops.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def attention_offsets(
     Raises:
         ValueError: a value is negative, key0 is not a multiple of 8, the number of values is not
             batch, or a head index exceeds the global heads. Values of GPU tensors are not checked,
-            because reading them would synchronise.
+            because reading them would synchronize.
         TypeError: a position is not an integer.
 
     Example:
@@ -121,7 +121,7 @@ def _of_each(
     if isinstance(given, Integral) and not isinstance(given, bool):
         position = int(given)
         _check(name, position, multiple_of)
-        # Fill on the device: a copy from the host would synchronise and fail in a CUDA graph.
+        # Fill on the device: a copy from the host would synchronize and fail in a CUDA graph.
         return torch.full((count,), position, dtype=torch.int64, device=device)
     positions = torch.as_tensor(given)
     if positions.dtype not in (torch.int32, torch.int64) and positions.numel() > 0:

@@ -118,7 +118,7 @@ class HeadwiseParallel(ParallelStyle):
 def parallelize_plan(model: Module) -> dict[str, ParallelStyle]:
     """Return the plan that splits attention and feed-forward blocks of a model over ranks.
 
-    Modules are recognised by their submodules, not by their names in the model:
+    Modules are recognized by their submodules, not by their names in the model:
 
     - `fused_attn.nn`: attention headwise; linear1 columnwise, linear2 rowwise.
     - Hugging Face models with separate linear projections (q_proj, k_proj, v_proj and o_proj or

@@ -11,7 +11,7 @@ from fused_attn.masks.mask import Mask
 from fused_attn.masks.materialize import materialize, sizes_of
 from fused_attn.masks.spec import normalize
 
-# Colours of skipped tiles, of masked positions in partial tiles, of visible positions with the
+# Colors of skipped tiles, of masked positions in partial tiles, of visible positions with the
 # lowest and the highest bias, and of the lines between tiles.
 _SKIPPED, _HIDDEN, _LIGHT, _DARK, _LINE = "#e9ecef", "#ffffff", "#9ecae1", "#1f5f99", "#adb5bd"
 

@@ -17,7 +17,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
     tensor. Values are compared again after an in-place change by a torch operation. Changes through
     numpy or `.data` are not detected.
 
-    Only masks on the CPU are compared, because reading values on a GPU would synchronise. A mask on
+    Only masks on the CPU are compared, because reading values on a GPU would synchronize. A mask on
     a GPU is treated as dense, and its tile summary still lets kernels skip fully masked tiles.
     Masks that require grad are not compared. Under torch.compile no mask is compared, because that
     would break the graph.

@@ -1,6 +1,6 @@
 """Base class of the `fused_attn.nn` modules, which override `forward` of torch.nn classes.
 
-Constructors, initialisation, state_dict keys and unpickling are inherited from the torch.nn class.
+Constructors, initialization, state_dict keys and unpickling are inherited from the torch.nn class.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Norm(FromTorch):
     """Base class of the fused norms, to which the `norm` argument of `swap_modules` applies."""
 
     def _forward_nested(self, input: Tensor) -> Tensor:
-        """Normalise a nested tensor; encoder layers pass such tensors to norms in inference."""
+        """Normalize a nested tensor; encoder layers pass such tensors to norms in inference."""
         if input.layout == torch.jagged:
             # torch's op preserves the symbolic ragged size, which must match that of the residual.
             return super().forward(input)
@@ -29,7 +29,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
 
     Args:
-        normalized_shape: trailing dimensions to normalise over; an int means the last dimension.
+        normalized_shape: trailing dimensions to normalize over; an int means the last dimension.
         eps: added to the variance.
         elementwise_affine: learn a weight of shape normalized_shape.
         bias: also learn a bias of this shape, if elementwise_affine is True.
@@ -53,7 +53,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         dropout_p: float = 0.0,
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise residual + dropout(input); residual and dropout are optional.
+        """Normalize residual + dropout(input); residual and dropout are optional.
 
         Args:
             input: (*, *normalized_shape); float32, float16, bfloat16 or float64.
@@ -63,7 +63,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
             return_residual: also return residual + dropout(input).
 
         Returns:
-            The normalised tensor, with the shape and dtype of input. With return_residual, a tuple
+            The normalized tensor, with the shape and dtype of input. With return_residual, a tuple
             of this tensor and residual + dropout(input).
         """
         if input.is_nested and residual is None and not (dropout_p or return_residual):
@@ -87,7 +87,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
 
     Args:
-        normalized_shape: trailing dimensions to normalise over; an int means the last dimension.
+        normalized_shape: trailing dimensions to normalize over; an int means the last dimension.
         eps: added to the mean square. None means the machine epsilon of float64 for float64 inputs,
             and of float32 for all other dtypes.
         elementwise_affine: learn a weight of shape normalized_shape.
@@ -108,14 +108,14 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         dropout_p: float = 0.0,
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise residual + dropout(x); residual and dropout are optional.
+        """Normalize residual + dropout(x); residual and dropout are optional.
 
         Args:
             x: (*, *normalized_shape); float32, float16, bfloat16 or float64.
             residual, dropout_p, return_residual: as in `LayerNorm.forward`.
 
         Returns:
-            The normalised tensor, with the shape and dtype of x. With return_residual, a tuple of
+            The normalized tensor, with the shape and dtype of x. With return_residual, a tuple of
             this tensor and residual + dropout(x).
         """
         if x.is_nested and residual is None and not (dropout_p or return_residual):

@@ -69,7 +69,7 @@ class Packing:
 def saves_time(x: Tensor, ignored: Tensor) -> bool:
     """Return True if a batch has enough padding for packing to save time.
 
-    The result is False for a batch of padding only. Reading the values of `ignored` synchronises
+    The result is False for a batch of padding only. Reading the values of `ignored` synchronizes
     with a GPU. In a torch.compile graph, the values are unknown and the result is always True.
 
     Args:
@@ -254,7 +254,7 @@ _methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def is_unmodified(module: Module) -> bool:
     """Return True if a module has no hooks and no methods overridden on the instance.
 
-    A norm must also normalise over a single dimension.
+    A norm must also normalize over a single dimension.
     """
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
         not _methods_of(type(module)).isdisjoint(module.__dict__)

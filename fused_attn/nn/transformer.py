@@ -72,7 +72,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             mask, src_key_padding_mask: see `MultiheadAttention.forward`.
             is_causal: see `MultiheadAttention.forward`. If None, a causal mask is detected, unless
-                detection needs a device synchronisation.
+                detection needs a device synchronization.
 
         Returns:
             The output, with the shape of src. Rows ignored by a bool src_key_padding_mask are 0,
@@ -214,7 +214,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: see
                 `TransformerDecoderLayer.forward`.
             tgt_is_causal: use causal self-attention. If None, a causal tgt_mask is detected, unless
-                detection needs a device synchronisation.
+                detection needs a device synchronization.
             memory_is_causal: use causal cross-attention; see `MultiheadAttention.forward`.
 
         Returns:

@@ -265,7 +265,7 @@ def _try_unchecked_norm(
         )
     )
     if needs_grad and len(call.normalized_shape) != 1:
-        return None  # the backward supports only one normalised dimension
+        return None  # the backward supports only one normalized dimension
     input = call.input
     if not input.is_nested and input.dim() > 0 and input.stride(-1) != 1:
         call.input = input.contiguous()

@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _register(counter: ModuleType) -> None:
-    if not hasattr(counter, "register_flop_formula"):  # partially initialised: circular import
+    if not hasattr(counter, "register_flop_formula"):  # partially initialized: circular import
         return
     for formula in (_attention_fwd, _attention_bwd, _attention_weights, _attention_weights_bwd):
         op = getattr(OPS, formula.__name__.removeprefix("_"))

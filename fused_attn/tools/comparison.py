@@ -159,7 +159,7 @@ class ComparisonReport:
 
 
 def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
-    """Return the row that is closest to its limit or exceeds it most, labelled with the count."""
+    """Return the row that is closest to its limit or exceeds it most, labeled with the count."""
     worst = max(rows, key=lambda row: (row.above, row.share))
     if len(rows) == 1:
         return worst

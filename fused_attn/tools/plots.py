@@ -23,7 +23,7 @@ def require() -> None:
 def plot_comparison(report: ComparisonReport, path: Path) -> None:
     """Plot each tensor's maximum error with eager attention and with fused_attn, and its limit."""
     rows = report.rows
-    labelled = len(rows) <= _MAX_LABELS
+    labeled = len(rows) <= _MAX_LABELS
     figure, axis = _figure(10, 1.5 + 0.14 * min(len(rows), _MAX_LABELS))
     columns = {
         "limit": ("|", [row.limit for row in rows]),
@@ -32,9 +32,9 @@ def plot_comparison(report: ComparisonReport, path: Path) -> None:
     }
     for name, (marker, values) in columns.items():
         axis.plot(values, range(len(rows)), marker, color=_COLORS[name], label=name)
-    labels = [f"{row.name}, {row.kind}" for row in rows] if labelled else []
+    labels = [f"{row.name}, {row.kind}" for row in rows] if labeled else []
     axis.set_yticks(range(len(labels)), labels, fontsize=6)
-    axis.set_ylabel("" if labelled else "layers and parameters, in the order of execution")
+    axis.set_ylabel("" if labeled else "layers and parameters, in the order of execution")
     axis.set_title(f"{report.title()}\n{report.verdict()}", fontsize=9)
     _finish(figure, axis, "largest error against float64", path)
 

@@ -127,7 +127,7 @@ FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   }
   static_cast<int*>(args.pointers[0])[thread] = sum;
   sync_block();
-  // Writes to neighbouring bytes and halves of one word are not a race.
+  // Writes to neighboring bytes and halves of one word are not a race.
   store_shared<uint16_t>(thread * 2, static_cast<uint16_t>(thread));
   store_shared<uint8_t>(512 + thread, static_cast<uint8_t>(thread));
   if (!args.makes("no sync_warp")) sync_warp();

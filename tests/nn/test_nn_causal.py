@@ -93,7 +93,7 @@ def test_masks_elsewhere_are_not_looked_at(compared):
 
 
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
-def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
+def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
     """All calls and layers share one comparison, and attention gets a band."""
     attended = []
     normalize = validation.normalize

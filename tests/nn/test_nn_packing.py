@@ -194,7 +194,7 @@ def _own_linear(stack):
     stack.layers[0].linear1 = torch.nn.Sequential(stack.layers[0].linear1)
 
 
-class Centred(torch.nn.Linear):
+class Centered(torch.nn.Linear):
     """Layer that mixes all tokens of a sequence."""
 
     def forward(self, x):
@@ -202,7 +202,7 @@ class Centred(torch.nn.Linear):
 
 
 def _mixing_linear(stack):
-    stack.layers[0].linear1.__class__ = Centred
+    stack.layers[0].linear1.__class__ = Centered
 
 
 def _own_method(stack):

@@ -16,7 +16,7 @@ for _module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # tests import the examples' modules
-# Proxy and offline settings that make downloads fail in every library that honours them.
+# Proxy and offline settings that make downloads fail in every library that honors them.
 NO_NETWORK = {
     "HF_HUB_OFFLINE": "1",
     "http_proxy": "http://127.0.0.1:9",

@@ -325,7 +325,7 @@ class TilePack {
   }
 
   // Packs 32 elements of a row, starting at `begin`, into a row of left tiles. With several parts,
-  // elements i and 16 + i become neighbours. Queries and keys use the same order, so QK^T is
+  // elements i and 16 + i become neighbors. Queries and keys use the same order, so QK^T is
   // unaffected.
   template <class Reader>
   static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,

@@ -253,7 +253,7 @@ inline void for_rows(int64_t begin, int64_t end, const Use& use) {
   for (; r < end; ++r) use(r, std::integral_constant<int, 1>());
 }
 
-// Backward of the norm. With x the normalised row and g = weight * grad_out:
+// Backward of the norm. With x the normalized row and g = weight * grad_out:
 //   d(sum) = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms.
 template <class T>
 class NormBwd {

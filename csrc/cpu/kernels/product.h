@@ -151,7 +151,7 @@ class NumberProduct {
 
 #if defined(FUSED_ATTN_BF16_PAIRS)
 // Multiplies pairs of bfloat16 parts. Each element is split into kParts bfloat16 parts, stored in
-// planes that are `part` elements apart. A 32-bit word holds two neighbouring features or keys, or
+// planes that are `part` elements apart. A 32-bit word holds two neighboring features or keys, or
 // queries l and l + kLane of a group of 2 * kLane queries.
 //
 // With vdpbf16ps, the words of columns() are stored by keys, (keys / 2, dim): value is not

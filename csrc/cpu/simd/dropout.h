@@ -64,7 +64,7 @@ constexpr int byte_of_lane(int l) {
 // Returns one byte per counter, whose bit e is set if decision e keeps its element.
 FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t threshold) {
 #if defined(__AVX512BW__)
-  // Each of the two vectors holds four neighbouring decisions of each counter.
+  // Each of the two vectors holds four neighboring decisions of each counter.
   const auto both = [](Vec<uint64_t> even, Vec<uint64_t> odd) {
     return (__m512i)_mm512_mask_moveldup_ps((__m512)even, 0xAAAA, (__m512)odd);
   };
@@ -99,7 +99,7 @@ FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t thre
 #endif
 }
 
-// Dropout decisions for kColumns neighbouring columns, the first of which is a multiple of 8. With
+// Dropout decisions for kColumns neighboring columns, the first of which is a multiple of 8. With
 // AVX-512, kRows may be 2. Each vector then holds half as many columns of a row, followed by those
 // of the next row.
 template <int kRows = 1>
@@ -159,7 +159,7 @@ class DropoutColumns {
   Vec<uint64_t> column_1_, column_2_, column_3_, third_;
 };
 
-// Dropout decisions for kRows neighbouring rows, eight columns at a time.
+// Dropout decisions for kRows neighboring rows, eight columns at a time.
 template <int kRows>
 class DropoutRows {
   static constexpr int kVectors = kRows / kPhiloxLanes;

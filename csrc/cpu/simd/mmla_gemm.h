@@ -1,7 +1,7 @@
 // C = A * B for small bfloat16 tiles with ARM's BFMMLA. One instruction multiplies two rows of A by
 // two columns of B over four K steps.
 //
-// Operands consist of words of two neighbouring K steps, as for BFDOT. A is (m, words) in row-major
+// Operands consist of words of two neighboring K steps, as for BFDOT. A is (m, words) in row-major
 // order, B is (words, 8 lanes).
 //
 // BFMMLA needs two words of a row, or of a lane, in one half of a vector, so pairs of rows, and

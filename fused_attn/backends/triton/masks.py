@@ -58,7 +58,7 @@ class NoMask(NamedTuple):
 class Sizes(NamedTuple):
     """Integers that change from call to call.
 
-    Kernels have a separate argument for each, with do_not_specialize. Triton specialises integers
+    Kernels have a separate argument for each, with do_not_specialize. Triton specializes integers
     in a tuple, and would recompile if one becomes 1, or starts or stops being a multiple of 16.
     """
 

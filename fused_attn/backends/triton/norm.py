@@ -91,7 +91,7 @@ def norm_fwd_kernel(
 
     # For each position of the tile: the mean over the chunks, and the sum of squared deviations
     # from it. rms_norm has no mean, so its deviations are from 0.
-    centre = x
+    center = x
     squares = x * x if mean is None else tl.zeros_like(x)
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
@@ -99,15 +99,15 @@ def norm_fwd_kernel(
         if mean is None:
             squares += y * y
         else:
-            step = tl.where(chunk.in_row, y - centre, 0.0)
-            centre += step * (BLOCK_COLS / (start + BLOCK_COLS))
-            squares += step * (y - centre)
+            step = tl.where(chunk.in_row, y - center, 0.0)
+            center += step * (BLOCK_COLS / (start + BLOCK_COLS))
+            squares += step * (y - center)
     if mean is None:
         row_mean = 0.0
     else:
         count = tl.cdiv(COLUMNS - tile.column, BLOCK_COLS).to(tl.float32)
-        row_mean = tl.sum(centre * count, 1, keep_dims=True) / COLUMNS
-        off = centre - row_mean
+        row_mean = tl.sum(center * count, 1, keep_dims=True) / COLUMNS
+        off = center - row_mean
         squares += count * off * off
         tl.store(mean + row, row_mean, mask=row < rows)
     # Correctly rounded, because it is computed once per row and multiplies every element.
@@ -115,13 +115,13 @@ def norm_fwd_kernel(
     row_rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
-    _store_normalised(x, row_mean, row_rstd, weight, bias, out, tile)
+    _store_normalized(x, row_mean, row_rstd, weight, bias, out, tile)
     if COLUMNS > BLOCK_COLS:
         tl.debug_barrier()  # threads may next read elements of total that others wrote
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
         y = _load_tile(input if total is None else total, chunk)
-        _store_normalised(y, row_mean, row_rstd, weight, bias, out, chunk)
+        _store_normalized(y, row_mean, row_rstd, weight, bias, out, chunk)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -145,7 +145,7 @@ def norm_bwd_kernel(
 ):
     """Compute the gradients of input and residual, and partial sums for those of weight and bias.
 
-    With x the normalised row and g = weight * grad_out:
+    With x the normalized row and g = weight * grad_out:
         grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm.
 
     Args:
@@ -230,7 +230,7 @@ def _sum_tile(input, residual, dropout, runs, total, tile):
 
 
 @triton.jit
-def _store_normalised(x, mean, rstd, weight, bias, out, tile):
+def _store_normalized(x, mean, rstd, weight, bias, out, tile):
     y = (x - mean) * rstd * _load_parameter(weight, tile)
     if bias is not None:
         y += _load_parameter(bias, tile)

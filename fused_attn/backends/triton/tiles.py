@@ -29,7 +29,7 @@ from fused_attn.backends.triton.masks import (
 # Must equal the constants in csrc/params.h and csrc/block_ranges.h.
 SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
 NONE_VISIBLE, SOME_VISIBLE, ALL_VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Tiles classified per program, tiles listed per iteration, 32 x 64 cells summarised per program.
+# Tiles classified per program, tiles listed per iteration, 32 x 64 cells summarized per program.
 KINDS_CHUNK, LIST_CHUNK, SUMMARY_CELLS = 16, 128, 4
 WORD_ROWS = 64  # rows packed per program
 SKIP, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -209,7 +209,7 @@ def tile_kinds_kernel(
         full &= count == BLOCK_N
     if summaries.dense is not None:
         at = summaries.dense + b * summaries.dense_stride_b + h * summaries.dense_stride_h
-        some, every = _summarised(
+        some, every = _summarized(
             at, summaries.dense_stride_q, summaries.dense_stride_k, i_begin, i_end, n, visible,
             sizes.seqlen_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -217,7 +217,7 @@ def tile_kinds_kernel(
         full &= every
     if summaries.bias is not None:
         at = summaries.bias + b * summaries.bias_stride_b + h * summaries.bias_stride_h
-        some, every = _summarised(
+        some, every = _summarized(
             at, summaries.bias_stride_q, summaries.bias_stride_k, i_begin, i_end, n, visible,
             sizes.seqlen_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -228,7 +228,7 @@ def tile_kinds_kernel(
 
 
 @triton.jit
-def _summarised(
+def _summarized(
     base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +278,7 @@ def tile_summary_kernel(
     data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
     num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the 32 x 64 cells of a dense mask (uint8) or bias, CELLS cells per program."""
+    """Summarize the 32 x 64 cells of a dense mask (uint8) or bias, CELLS cells per program."""
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

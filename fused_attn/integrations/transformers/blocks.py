@@ -39,7 +39,7 @@ class ResidualNorm(FromTorch):
     LayerNorm: Module
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """Return the normalised sum, with the shape of the residual input_tensor, (*, hidden_size).
+        """Return the normalized sum, with the shape of the residual input_tensor, (*, hidden_size).
 
         hidden_states has shape (*, any width).
         """

@@ -51,7 +51,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def _unpickled(source: type[Module]) -> Module:
-    """Return an uninitialised instance of the fused replacement of `source`, for unpickling."""
+    """Return an uninitialized instance of the fused replacement of `source`, for unpickling."""
     fused = REPLACEMENTS.get(source) or _replace(source)
     return fused.__new__(fused)
 

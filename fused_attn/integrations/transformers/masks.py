@@ -1,7 +1,7 @@
 """Conversion of Hugging Face transformers mask functions to Masks.
 
 transformers describes a mask by a function of indices, which is composed of closures.
-`attention_mask` recognises the library's functions by their code objects and reads their closure
+`attention_mask` recognizes the library's functions by their code objects and reads their closure
 variables. A composition that contains any other function, such as a user-defined function or a
 union, is evaluated at every position, as for sdpa. This is slow but always correct.
 """
@@ -47,7 +47,7 @@ _REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else
 
 
 class _Structure(NamedTuple):
-    """Conditions that a visible key must all fulfil; the default imposes none.
+    """Conditions that a visible key must all fulfill; the default imposes none.
 
     Attributes:
         left, right: as in `masks.sliding_window`, relative to the position of the query.
@@ -204,7 +204,7 @@ def _loaded_models() -> list[type[PreTrainedModel]]:
 
 
 def _structure(function: Callable[..., Any]) -> _Structure | None:
-    """Return the structure of a mask function; None if the function is not recognised."""
+    """Return the structure of a mask function; None if the function is not recognized."""
     if function is causal_mask_function:
         return _Structure(right=0)
     if function is bidirectional_mask_function:

@@ -63,7 +63,7 @@ class TransformersNorm(Norm):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise hidden_states, (*, hidden_size).
+        """Normalize hidden_states, (*, hidden_size).
 
         The output has the dtype that the original module would return.
         """

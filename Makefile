@@ -243,7 +243,7 @@ BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
 MODELS = benchmarks/test_models.py
 LENGTHS = benchmarks/test_lengths.py
 
-# Nothing else may run meanwhile. The results that back the tables of docs/performance.md are committed.
+# Run nothing else meanwhile. The results behind the tables of docs/performance.md are committed.
 bench: env third-party ## measure everything against its peers; results, plots, docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
@@ -266,18 +266,18 @@ bench-scale: env ## simulate ring attention on up to 512 ranks, without processe
 bench-quick: env ## the most telling benchmarks, in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
-# In place, without pip: it works offline, and asks nothing of the machine but what builds. Where only
-# Triton is to be tested, FUSED_ATTN_CUDA=0 does without nvcc.
+# The build is in place and without pip, so it works offline with build tools only. To test Triton
+# without nvcc, set FUSED_ATTN_CUDA=0.
 gpu-build:
 	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
-# On all cores; a worker that a test crashed or left with a broken GPU is replaced.
+# Runs on all cores. A worker with a crash or a broken CUDA context is replaced.
 GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
 gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
 	PYTHONPATH="$(CURDIR)/scripts" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
 		-n auto --dist worksteal --max-worker-restart 100000 --continue-on-collection-errors $(GPU_TESTS)
 
-# Results that were finished are kept, whatever fails. GPU_SESSION="--dry" needs no GPU.
+# Finished results are kept if something fails. GPU_SESSION="--dry" needs no GPU.
 GPU_SESSION ?=
 gpu-session: ## learn the most in nine minutes of a GPU, with GPU_PYTHON: build/gpu-session/results.json
 	$(GPU_PYTHON) scripts/gpu_session.py $(GPU_SESSION)
@@ -288,7 +288,7 @@ $(PRETENDED)/venv/installed: tests/pretended_gpu/make_env.sh
 	$(SAY) "torch's CUDA build without NVIDIA's libraries: 2 minutes"
 	@tests/pretended_gpu/make_env.sh
 
-# A GPU whose memory is the host's and whose kernels do nothing: values are garbage, but all host code runs.
+# Its memory is the host's and its kernels do nothing, so values are garbage, but all host code runs.
 pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a pretended H100
 	$(SAY) "both modules for it, the first time: 14 minutes of one core"
 	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
@@ -296,7 +296,7 @@ pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU b
 	$(PRETENDED_PYTHON) -m pytest -q -p plugin -p gpu_records --assert=plain -m gpu -n 2 $(GPU_TESTS) \
 		-k "not test_checks and (cuda or default or sdpa or test_smoke)"
 
-# For a machine with a GPU that has no time, or no compiler, to build them: Python 3.12 and Hopper.
+# For machines with a GPU but without a compiler, or without time to build: Python 3.12 and Hopper.
 MODULES_PYTHON ?= python3.12
 MODULES_ARCHS ?= 90a
 gpu-modules: $(VENV)/installed ## compile both modules ahead, for MODULES_PYTHON and MODULES_ARCHS
@@ -305,7 +305,7 @@ gpu-modules: $(VENV)/installed ## compile both modules ahead, for MODULES_PYTHON
 		FUSED_ATTN_CUDA_ARCHS=$(MODULES_ARCHS) $(MODULES_PYTHON) setup.py -q build_ext --inplace
 	@ls -l fused_attn/*.so
 
-# Racecheck sees shared memory only; both take minutes, so the shapes are small.
+# Racecheck checks shared memory only. Both tools are slow, so the shapes are small.
 gpu-sanitize: gpu-build ## compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
 		$(GPU_PYTHON) -m pytest -q -m gpu tests/ops/test_attention.py tests/backends/test_cuda_norm.py \

@@ -1,10 +1,10 @@
-"""Lays the package out as a kernel of Hugging Face's Hub: python hub/export.py dist/*.whl
+"""Convert wheels to a kernel of Hugging Face's Hub: python hub/export.py dist/*.whl
 
-The wheels are of one version, for several Pythons and systems. What `kernels.get_kernel` loads is
-a folder under a name that no other version has, so imports in it are relative ones. The compiled
-module includes no header of torch: one file serves every torch, and the layout is the Hub's
-universal one ("noarch"). Its variants for one architecture each want Python's stable ABI, which
-pybind11 has not.
+The wheels have one version, for several Pythons and systems. `kernels.get_kernel` loads a folder
+whose name is unique to the version, so imports in it are relative. The compiled module includes no
+torch header, so one file works with every torch, and the layout is the Hub's universal one
+("noarch"). Variants for one architecture would need Python's stable ABI, which pybind11 does not
+support.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-VERSION = 0  # of the interface: what get_kernel asks for, the number of a branch
+VERSION = 0  # version of the interface, which get_kernel requests: the number of a branch
 _IMPORT = re.compile(rf"^(\s*)from {PACKAGE}((?:\.\w+)*) import", re.MULTILINE)
 
 
 def export(trees: Sequence[Path], out: Path) -> list[Path]:
-    """Write `out` from scratch and return the folders of its variants.
+    """Replace the folder `out`; return the folders of its variants.
 
     Args:
         trees: folders that hold the package, each with the modules compiled for one Python.
@@ -51,7 +51,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _add(package: Path, variant: Path) -> None:
-    """Copy sources and compiled modules. Sources of several wheels must be the same."""
+    """Copy sources and compiled modules; sources that exist must be equal."""
     for source in sorted(package.rglob("*")):
         target = variant / source.relative_to(package)
         if source.suffix == ".so":
@@ -66,7 +66,7 @@ def _add(package: Path, variant: Path) -> None:
 
 
 def _relative(text: str, depth: int) -> str:
-    """Return the text of a file in `depth` folders of the package, with relative imports."""
+    """Return the text of a file `depth` folders deep, with relative imports of the package."""
     dots = "." * (depth + 1)
     text = _IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[2][1:]} import", text)
     if re.search(rf"^\s*import {PACKAGE}", text, re.MULTILINE):

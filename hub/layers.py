@@ -1,4 +1,4 @@
-"""Layers with which `kernels.kernelize` replaces a model's layers; they keep the parameters."""
+"""Layers that `kernels.kernelize` swaps into a model; they use its parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        """input, and the output: (*, *normalized_shape)."""
+        """Normalize input, (*, *normalized_shape)."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -33,6 +33,6 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states, and the output: (*, hidden_size)."""
+        """Normalize hidden_states, (*, hidden_size)."""
         weight = self.weight
         return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)

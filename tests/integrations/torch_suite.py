@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"
+SUPPORT = ROOT / "scripts"
 PAGE = ROOT / "docs" / "compatibility.md"
 sys.path[:0] = [str(ROOT), str(SUPPORT)]
 

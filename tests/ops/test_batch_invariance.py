@@ -124,6 +124,24 @@ def test_prefill_and_gradients(lengths, dtype, isa):
             assert torch.equal(one[b : b + 1, :, :length], other), f"{name} of sequence {b}"
 
 
+def test_packed_batch():
+    """The batch is large enough for the CPU kernels to prefetch the next head."""
+    lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = [torch.randn(int(ends[-1]), 8, 32) for _ in range(3)]
+    assert 4 * tensors[0].nbytes > 2**20
+
+    def results(ends: Tensor, rows: slice) -> list[Tensor]:
+        leaves = [t[rows].clone().requires_grad_() for t in tensors]
+        out = fused_attn.varlen_attention(*leaves, ends, ends, 128, 128, backend="cpp")
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    whole = results(ends, slice(None))
+    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        alone = results(torch.tensor([0, end - begin]), slice(begin, end))
+        assert all(torch.equal(a[begin:end], b) for a, b in zip(whole, alone, strict=True))
+
+
 @pytest.mark.thorough
 def test_decoding_at_random(isa):
     for seed in range(1000, 1200):

@@ -19,7 +19,6 @@ from norm_cases import LAYOUTS, norm, tensors_of
 
 from fused_attn import functional as F
 from fused_attn import use_backend
-from fused_attn.base.layout import rows_in_place
 
 # rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
 # a row of 64 Ki elements.
@@ -122,15 +121,6 @@ def test_layouts(layout, added, dtype, backend):
         return on_views
 
     assert_like_eager(function, tensors, dtype, backend)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_that_are_read_in_place(layout):
-    view = layout.view(torch.randn(layout.whole))
-    rows = rows_in_place(view)
-    assert rows.dim() <= 3
-    assert (rows.data_ptr() == view.data_ptr()) == layout.in_place
-    assert torch.equal(rows.reshape(view.shape), view)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -165,22 +165,6 @@ def test_values_of_a_part(dtype, backend):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_parts_add_up_to_the_whole(backend):
-    """Shards of rows have the values of the complete call."""
-    device = device_of(backend)
-    query, key, value = (t.to(device) for t in random_qkv(*WHOLE[:2], *WHOLE[1:], 16).values())
-    options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(device))
-    global_call = AttentionCall(query, key, value, MaskSpec(), options)
-    whole, _ = autograd.attention_by(global_call, get_backend(backend), True)
-    for rows in (slice(0, 32), slice(32, 69), slice(69, 70)):
-        part = (ALL, ALL, rows, ALL)
-        call = replace(global_call, query=query[:, :, rows])
-        call = with_options(call, dropout_offsets=origin_of(part, device))
-        out, _ = autograd.attention_by(call, get_backend(backend), True)
-        torch.testing.assert_close(out, whole[:, :, rows])
-
-
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_packed_sequences(backend):
     """Each packed sequence is a shard with global offsets."""
     device = device_of(backend)
@@ -319,33 +303,6 @@ def test_ops(backend):
     torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
     call, _ = norm_shard(backend, torch.float32, 64, True, [1, 2], slice(7, 18))
     torch.library.opcheck(attention.norm_fwd.default, (*call.flat(), backend))
-
-
-def test_compiled():
-    call = shard(PARTS["everything"], "cpp")
-    norm, _ = norm_shard("cpp", torch.float32, 64, False, [1, 2], slice(7, 18))
-    query = torch.randn(call.query.shape, requires_grad=True)
-    x = torch.randn(norm.input.shape, requires_grad=True)
-
-    def step(query, x, origins):
-        of_query = with_options(replace(call, query=query), dropout_offsets=origins[0])
-        of_x = with_options(replace(norm, input=x), dropout_offsets=origins[1])
-        backend = get_backend("cpp")
-        return autograd.attention_by(of_query, backend, True)[0], autograd.norm_by(
-            of_x, backend, True
-        )[1]
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    origins = (call.options.dropout_offsets, norm.options.dropout_offsets)
-    for offset in (0, 16):
-        own = [offsets + offset for offsets in origins]
-        results = []
-        for function in (step, compiled):
-            outs = function(query, x, own)
-            grads = torch.autograd.grad([out.square().sum() for out in outs], [query, x])
-            results.append((*outs, *grads))
-        for one, two in zip(*results, strict=True):
-            torch.testing.assert_close(one, two)
 
 
 def test_second_order():

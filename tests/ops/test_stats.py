@@ -1,7 +1,6 @@
 """stats counts calls of attention by caller and by backend."""
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import fused_attn
 
@@ -38,19 +37,3 @@ def test_blocks_may_be_nested_and_graphs_are_not_counted():
             attend(query)
             torch.compile(attend, backend="aot_eager", fullgraph=True)(query)
     assert (outer.fused, inner.fused) == (2, 1)
-
-
-def test_flops_are_those_that_torch_counts_for_its_own():
-    """FLOPs follow torch's formula for fused kernels, whose backward recomputes scores."""
-    sizes = [torch.randn(2, 4, 64, 32, requires_grad=True) for _ in range(3)]
-    found = []
-    for function in (
-        torch.nn.functional.scaled_dot_product_attention,
-        fused_attn.scaled_dot_product_attention,
-    ):
-        with FlopCounterMode(display=False) as counter:
-            function(*sizes).sum().backward()
-        found.append(counter.get_total_flops())
-    forward, backward = (2 * 2 * 4 * 64 * 64 * 32 * products for products in (2, 5))
-    assert found[1] == forward + backward
-    assert found[0] in (found[1], 0)  # torch has no formula for its kernel of the CPU

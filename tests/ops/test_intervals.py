@@ -71,7 +71,7 @@ def elements_of(intervals, shape):
     return visible & visible_of(rest, shape)
 
 
-@pytest.mark.parametrize("start", range(0, 600, 100))
+@pytest.mark.parametrize("start", range(0, 300, 100))
 def test_structured_masks(start):
     """Random masks give the visible positions of the dense mask and FlexAttention's blocks."""
     for number in range(start, start + 100):
@@ -87,7 +87,7 @@ def test_structured_masks(start):
         assert torch.equal(unmasked, visible.any(2)), number
 
 
-@pytest.mark.parametrize("start", range(0, 300, 100))
+@pytest.mark.parametrize("start", range(0, 200, 100))
 def test_other_masks(start):
     """With dense tensors and shuffled documents, no visible block is missing."""
     for number in range(start, start + 100):
@@ -102,10 +102,9 @@ def test_other_masks(start):
         assert not (visible.any(2) & ~unmasked).any()
 
 
-@pytest.mark.parametrize("start", range(0, 200, 100))
-def test_packed_sequences(start):
+def test_packed_sequences():
     """Packed sequences become one batch of global rows."""
-    for number in range(start, start + 100):
+    for number in range(100):
         spec, shape, visible = packed_problem(number)
         intervals = intervals_of(spec, shape, CPU)
         assert torch.equal(elements_of(intervals, shape), visible), number

@@ -47,6 +47,9 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
     )
 
 
+@pytest.mark.sampled(
+    "two types are there", dtype=[torch.float64, torch.float16], shape=[(1370, 768), (258, 4099)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
 def test_rows_that_leave_the_caches(shape, dtype):

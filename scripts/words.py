@@ -1,7 +1,8 @@
 """Check that names, docstrings and pages use plain technical English: `python scripts/words.py`.
 
-Three rules apply: the first sentence of a docstring stands alone, retired words stay retired, and
-sentences of the pages are short. EXCEPTIONS lists permitted breaches with their reasons.
+Four rules apply: the first sentence of a docstring stands alone, retired words stay retired,
+spelling is American, and sentences of the pages are short. EXCEPTIONS lists permitted breaches with
+their reasons.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORDS = 35
-CODE = ("fused_attn", "csrc", "tests/support", "benchmarks", "examples", "scripts")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples/README.md")
+CODE = ("fused_attn", "csrc", "tests", "benchmarks", "examples", "scripts", "hub", "setup.py")
+BUILD = ("Makefile", "CMakeLists.txt", "pyproject.toml", ".github")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples/README.md", "hub")
+CPP = (".h", ".cuh", ".cpp", ".cu", ".inc")
+SOURCES = (".py", *CPP, ".md", "Makefile", ".txt", ".toml", ".yml")
 
 # A docstring that begins with one of these cannot be understood without its context.
 OPENINGS = re.compile(
@@ -36,6 +40,21 @@ RETIRED = {
     r"takes? over": "patches",
     r"nobody sees": "fully masked",
 }
+# British spellings, as patterns that replace them by the American ones. Only comments of C++ are
+# read.
+_VERBS = "initial|material|maxim|minim|normal|optim|organ|quant|random|recogn|serial|special"
+BRITISH = {
+    rf"({_VERBS}|summa[r]|synchron|token|util|vector)is(?=e|ing|ation|able)": r"\1iz",
+    r"(behavi|col|fav|hon|neighb)our": r"\1or",
+    r"(cancel|label|model|signal|travel)l(?=ed|ing)": r"\1",
+    r"(cent)re(?=s|\b|_)": r"\1er",
+    r"(cent)red": r"\1ered",
+    r"(licen)ce": r"\1se",
+    r"catalogue": "catalog",
+    r"(analy)s(?=ed?\b|ing)": r"\1z",
+    r"(learn)t\b": r"\1ed",
+    r"(fulfil)\b": r"\1l",
+}
 # (rule, file, text) -> reason why it is permitted. The text "*" stands for the entire file.
 EXCEPTIONS = {
     ("retired", "csrc/cpu/kernels/product.h", "panel"): "the BLAS term for a packed operand",
@@ -43,12 +62,16 @@ EXCEPTIONS = {
     ("retired", "examples/rnn.py", "panels"): "panels of a plot",
     ("retired", "scripts/words.py", "*"): "the list itself",
     ("retired", "tests/repo/test_words.py", "*"): "planted words",
+    ("spelling", "benchmarks/shapes.py", "learnt"): "the text in committed results",
+    ("spelling", "csrc/cuda/layer_norm.cuh", "centre"): "the name of an argument",
+    ("spelling", "scripts/words.py", "*"): "the list itself",
+    ("spelling", "tests/repo/test_words.py", "*"): "planted words",
 }
 
 
 def main() -> None:
     """Print every breach. Exit with status 1 if there is one, otherwise with status 0."""
-    found = [*openings(), *retired(), *long_sentences()]
+    found = [*openings(), *retired(), *british(), *long_sentences()]
     print("\n".join(found))
     sys.exit(1 if found else 0)
 
@@ -70,13 +93,27 @@ def openings() -> Iterator[str]:
 def retired() -> Iterator[str]:
     """Yield a message for each line with a retired word."""
     words = {re.compile(rf"(?<![\w`]){word}(?![\w`])"): new for word, new in RETIRED.items()}
-    suffixes = (".py", ".h", ".cuh", ".cpp", ".cu", ".inc", ".md")
-    for path in tracked(*CODE, *PAGES, suffixes=suffixes):
+    for path in tracked(*CODE, *BUILD, *PAGES, suffixes=SOURCES):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             for word, new in words.items():
                 match = word.search(line)
                 if match and not excepted("retired", path, match[0]):
                     yield f"{shown(path)}:{number}: {match[0]!r}: say {new!r}"
+
+
+def british() -> Iterator[str]:
+    """Yield a message for each word with a British spelling."""
+    spellings = {
+        re.compile(rf"\w*{old}\w*", re.IGNORECASE): (old, new) for old, new in BRITISH.items()
+    }
+    for path in tracked(*CODE, *BUILD, *PAGES, suffixes=SOURCES):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            prose = line.partition("//")[2] if path.name.endswith(CPP) else line
+            for word, (old, new) in spellings.items():
+                match = word.search(prose)
+                if match and not excepted("spelling", path, match[0]):
+                    american = re.sub(old, new, match[0], flags=re.IGNORECASE)
+                    yield f"{shown(path)}:{number}: {match[0]!r}: spell {american!r}"
 
 
 def long_sentences() -> Iterator[str]:

@@ -75,6 +75,6 @@ def test_a_twin_is_one_rounding_off():
 
     moved = curves.twin(1)(model).weight
     assert torch.get_rng_state().equal(before)
-    neighbours = [weight.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf)]
-    assert ((moved == neighbours[0]) | (moved == neighbours[1])).all()
-    assert not moved.equal(neighbours[0]) and not moved.equal(neighbours[1])
+    neighbors = [weight.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf)]
+    assert ((moved == neighbors[0]) | (moved == neighbors[1])).all()
+    assert not moved.equal(neighbors[0]) and not moved.equal(neighbors[1])

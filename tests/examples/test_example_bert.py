@@ -109,7 +109,7 @@ class Numbers:
         return [SimpleNamespace(ids=[int(number) for number in line.split()]) for line in lines]
 
 
-def test_next_passages_are_labelled():
+def test_next_passages_are_labeled():
     # Line i of work w is the numbers 300 w + 3 i + 5 and the two after it.
     texts = [
         "\n".join(" ".join(str(300 * w + 3 * i + 5 + j) for j in range(3)) for i in range(90))

@@ -151,7 +151,7 @@ def shifted(q, k, v):
 
 
 def viewed(q, k, v):
-    """What is behind it counts on a product's own layout."""
+    """The view after attention needs the layout of a matrix product."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 

@@ -1,4 +1,4 @@
-"""What is beside attention in the layers of BERT and its copies: classes, numbers, what stays."""
+"""Parts beside attention in BERT-like layers: their classes, numerics, and what stays unfused."""
 
 import copy
 import pickle
@@ -115,7 +115,7 @@ def test_hooks_see_what_they_did(name):
 
 
 def test_replaced_linear_is_called():
-    """As adapters do it: another module in the place of `dense`."""
+    """Adapters replace the module `dense`."""
 
     class Doubled(torch.nn.Linear):
         def forward(self, x):

@@ -148,7 +148,7 @@ def test_restore(family):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_weights_are_loaded_and_initialised_after_the_swap(tmp_path):
+def test_weights_are_loaded_and_initialized_after_the_swap(tmp_path):
     family = BY_NAME["Llama"]
     model = family.model()
     report = swap_modules(model)

@@ -27,7 +27,7 @@ class Operators(nn.Module):
 
 
 class SoftmaxModule(nn.Module):
-    """As vit-pytorch has it: the second product is named before the softmax."""
+    """Attention of vit-pytorch, which names the second product before the softmax."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Loss(nn.Module):
 
 
 class Either(nn.Module):
-    """As in nanoGPT."""
+    """Attention of nanoGPT."""
 
     def __init__(self, flash):
         super().__init__()
@@ -98,7 +98,7 @@ class Processor:
 
 
 class Processed(nn.Module):
-    """As in diffusers."""
+    """Attention of diffusers."""
 
     def __init__(self):
         super().__init__()

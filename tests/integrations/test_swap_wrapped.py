@@ -173,7 +173,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_parametrized_parts_keep_working():
-    """Of attention (left alone), of its output projection and of a feed-forward (both called)."""
+    """Attention stays unfused; a parametrized output projection or feed-forward is called."""
     model = perturb(torch.nn.ModuleList([layer() for _ in range(3)])).double()
     parametrize.register_parametrization(model[0].self_attn, "in_proj_weight", Doubled())
     parametrize.register_parametrization(model[1].self_attn.out_proj, "weight", Doubled())

@@ -99,7 +99,7 @@ def assert_equals_eager(model, family, inputs, calls):
 
 
 def is_structure(mask):
-    """Whether a mask is handed on without a tensor of queries times keys."""
+    """Return True if a mask has no tensor of queries times keys."""
     tensors = mask.dense_masks if isinstance(mask, Mask) else [mask]
     return mask is None or all(tensor.shape[2] == 1 for tensor in tensors)
 
@@ -160,7 +160,7 @@ def small_model(kind, implementation="fused_attn"):
 
 
 def assert_agrees(actual, expected):
-    """As far as models go that are in float32 at places, float64 or not."""
+    """Assert equality up to float32 rounding, which models have in places even in float64."""
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_arguments_that_change_nothing_are_ignored(calls):
 
 
 def test_packed_sequences_may_be_told_twice():
-    """As data collators do: in position_ids, and as cu_seqlens for those who want them."""
+    """Data collators pass both position_ids and cu_seqlens."""
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]
     packed = {

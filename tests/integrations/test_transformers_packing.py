@@ -44,7 +44,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """What each call of a stack was packed by."""
+    """Return a list with the packing of each call of a stack."""
     seen = []
 
     def recorded(*args):

@@ -17,7 +17,7 @@ def found(monkeypatch, tmp_path):
         monkeypatch.setattr(
             words, "tracked", lambda *places, suffixes: [path] if name.endswith(suffixes) else []
         )
-        return [*words.openings(), *words.retired(), *words.long_sentences()]
+        return [*words.openings(), *words.retired(), *words.british(), *words.long_sentences()]
 
     return check
 
@@ -34,6 +34,17 @@ def test_a_retired_word(found, word):
     assert found("a.h", f"// the {word} of a call\n")
     assert found("a.md", f"The {word} of a call.\n")
     assert not found("a.h", f"// x{word}elled\n")
+
+
+@pytest.mark.parametrize("word", ["normalised", "neighbouring", "labelled", "centre", "licence"])
+def test_a_british_spelling(found, word):
+    assert found("a.py", f"x = 1  # {word}\n")
+    assert found("a.h", f"float y;  // {word}\n")
+    assert not found("a.h", f"float {word};  // read\n")
+
+
+def test_american_words_are_no_british_spellings(found):
+    assert not found("a.py", "# raised, promised, otherwise, analysis, centered, cancel, precise\n")
 
 
 def test_a_long_sentence(found):

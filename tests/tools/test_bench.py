@@ -1,4 +1,4 @@
-"""What `bench` measures, and the check that comes before it."""
+"""`bench`: its measurements, and the check before them."""
 
 from __future__ import annotations
 

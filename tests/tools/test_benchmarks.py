@@ -52,7 +52,7 @@ class Untimed:
 
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
-    """As on a GPU, on the CPU; nothing is compiled, which FlexAttention would be even so."""
+    """Return a runner of GPU benchmarks on the CPU, without compilation."""
 
     def compiled(function):
         return dense_flex if function.__name__ == "flex_attention" else function
@@ -65,7 +65,7 @@ def runner(monkeypatch, tmp_path):
 
 
 def dense_flex(query, key, value, score_mod, block_mask, enable_gqa):
-    """What FlexAttention does with these arguments."""
+    """Compute FlexAttention in dense operations."""
     sizes = (*query.shape[:3], key.shape[2])
     at = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     group = query.shape[1] // key.shape[1]
@@ -86,7 +86,7 @@ def small(shape, seqlen=96):
 
 
 def only_record(runner):
-    """What was recorded, which is what was written."""
+    """Return the only record of the results file."""
     (record,) = json.loads(runner.path.read_text())["records"]
     assert record["check"] == "passed" and record["milliseconds"]["fused_attn"] == 1.0
     assert record["name"] in tables.gpu_text(runner.results())

@@ -47,7 +47,7 @@ def assert_one_line_error(result, *words):
 
 
 def example():
-    """What `compare` gets by module:function."""
+    """Return a model and inputs, as `compare` gets them from module:function."""
     layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     return layer, (torch.randn(2, 5, 16),), {"src_mask": torch.zeros(5, 5)}
 
@@ -444,10 +444,10 @@ def test_plots_of_large_models_have_no_labels(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="reason: needs matplotlib")
     model, args, kwargs = example()
     report = fused_attn.compare(model, *args, **kwargs)
-    plots.plot_comparison(report, tmp_path / "labelled.png")
+    plots.plot_comparison(report, tmp_path / "labeled.png")
     monkeypatch.setattr(plots, "_MAX_LABELS", 3)
     plots.plot_comparison(report, tmp_path / "bare.png")
-    sizes = [(tmp_path / name).stat().st_size for name in ("labelled.png", "bare.png")]
+    sizes = [(tmp_path / name).stat().st_size for name in ("labeled.png", "bare.png")]
     assert sizes[0] > sizes[1] > 0
 
 

@@ -77,7 +77,7 @@ def test_a_kernel_that_is_off_is_seen(monkeypatch):
 
 
 def test_under_a_switch_that_is_on_already():
-    """What it is compared with stays eager."""
+    """The reference run stays eager."""
     with sdpa.enabled() as outer:
         report = compare(model(Attention()), tokens(), enable=True)
     assert report.ok and report.calls.fused == 1 == outer.fused

@@ -57,7 +57,7 @@ def of_kind(kind):
 
 
 def run_snippet(text, capsys):
-    """What the code prints."""
+    """Return the output of the code."""
     capsys.readouterr()
     exec(compile(text, "snippet", "exec"), {})
     return capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
 
 
 def problem_of_probe(probe):
-    """As the choice sees it."""
+    """Return the problem of a probe as `select` sees it."""
     seen = []
 
     def chosen(problem, backend=None):

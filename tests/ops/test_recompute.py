@@ -57,12 +57,11 @@ def check_compiled(function, budget, backend):
         assert_backward_drops_the_same(torch.compile(function, backend=backend, fullgraph=True))
 
 
+# One budget of each that failed; test_all_budgets has the others.
 FAILED_AT = [
     (attention_twice, 0.0),
-    (attention_twice, 0.3),
     (varlen, 0.7),
     (layer_norm, 0.0),
-    (layer_norm, 0.5),
     (rms_norm, 0.9),
 ]
 

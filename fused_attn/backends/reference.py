@@ -15,12 +15,7 @@ from torch import Tensor
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call import packed
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-    AttentionGradients,
-    NormCall,
-)
+from fused_attn.call.calls import AttentionBackward, AttentionCall, AttentionGradients, NormCall
 from fused_attn.masks.materialize import materialize
 
 

@@ -420,7 +420,7 @@ class NormBackward(NamedTuple):
     """A backward of a norm.
 
     Attributes:
-        call: the result of `NormCall.of_total`, so call.input is the sum that was normalised.
+        call: the result of `NormCall.of_total`, so call.input is the sum that was normalized.
         mean, rstd: outputs of the forward. mean is None, or empty, for RMS norms.
         grad_out: gradient of out.
         grad_total: gradient of the sum, or None.

@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, reference, select
-from fused_attn.backends.registry import (
-    backend_for_unchecked,
-    get_backend,
-    wanted_backend,
-)
+from fused_attn.backends.registry import backend_for_unchecked, get_backend, wanted_backend
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
 from fused_attn.call.call_counts import counting

@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, select
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-)
+from fused_attn.call.calls import AttentionBackward, AttentionCall
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.masks.restrict import of_positions
 

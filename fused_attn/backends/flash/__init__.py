@@ -25,13 +25,7 @@ from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flash.decode import decode
-from fused_attn.backends.flash.engines import (
-    ENGINES,
-    Arguments,
-    Engine,
-    FlashAttention2,
-    Results,
-)
+from fused_attn.backends.flash.engines import ENGINES, Arguments, Engine, FlashAttention2, Results
 from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_intercepted, needs_grad

@@ -51,10 +51,10 @@ def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
 
 def batched(*tensors: Tensor | None) -> bool:
     """Return True if any tensor is batched by autograd (is_grads_batched) or by torch.vmap."""
-    return any(
-        tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor)):
+            return True
+    return False
 
 
 def transformed() -> bool:

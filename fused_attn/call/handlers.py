@@ -41,7 +41,7 @@ modules_of_ranks: Any = None
 
 def handler_of(tensor: object) -> Handler | None:
     """Return what computes attention on a query, or None if this process does it alone."""
-    if context is not None:
+    if context is not None or type(tensor) in PLAIN_TYPES:
         return context
     return dtensors() if is_dtensor(tensor) else None
 

@@ -19,7 +19,7 @@ FLOORS = [
     {"ops"},
     {"functional", "varlen", "decode"},
     {"nn"},
-    {"integrations", "swap"},
+    {"compat", "integrations", "swap"},
     {"distributed"},
     {"tools"},
 ]

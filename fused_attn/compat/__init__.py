@@ -1,0 +1,1 @@
+"""Other packages' functions on the kernels of this one, under their names and signatures."""

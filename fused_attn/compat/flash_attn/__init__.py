@@ -1,0 +1,39 @@
+"""flash-attn's functions on the kernels of this package, on CPUs too.
+
+    import fused_attn.compat.flash_attn as flash_attn
+
+Names, positional arguments and layouts are those of flash-attn 2; the keywords that flash-attn 3
+and 4 add are accepted. Tensors have shape (batch, seqlen, num_heads, head_dim), or (total,
+num_heads, head_dim) if packed. Causal masks and windows are aligned at the bottom right. An
+argument that this package does not support raises NotImplementedError. Differences:
+
+- All dtypes of this package and float masks on the CPU are supported, and any head_dim.
+- Dropout drops other weights for the same generator.
+- lse is -inf in rows without visible keys, as in flash-attn 3 (flash-attn 2: inf).
+
+Source: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
+"""
+
+from fused_attn.compat.flash_attn import bert_padding
+from fused_attn.compat.flash_attn.cache import flash_attn_with_kvcache
+from fused_attn.compat.flash_attn.dense import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+from fused_attn.compat.flash_attn.packed import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = [
+    "bert_padding",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

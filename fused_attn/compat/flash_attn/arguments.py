@@ -1,0 +1,77 @@
+"""Conversion of flash-attn's arguments to those of this package."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+Window = tuple[int | None, int | None]
+
+# Keywords of flash-attn 3 and 4 that affect time, but no result, and their defaults.
+_HINTS = frozenset({"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"})
+# Keywords that change results, which this package does not support. None, 0 and False mean unused.
+_UNSUPPORTED = frozenset(
+    {
+        "qv", "q_v", "q_descale", "k_descale", "v_descale", "attention_chunk", "mask_mod",
+        "score_mod", "aux_tensors", "block_sparse_tensors", "full_block_cnt", "full_block_idx",
+        "mask_block_cnt", "mask_block_idx", "rotary_seqlens", "cu_seqlens_k_new",
+    }
+)  # fmt: skip
+
+
+def mask_of(causal: bool, window_size: Window, alibi_slopes: Tensor | None = None) -> Mask | None:
+    """Return the mask of flash-attn's arguments, aligned at the bottom right; None for no mask."""
+    left, right = (-1 if size is None else index(size) for size in window_size)
+    right = 0 if causal else right
+    mask = None
+    if left >= 0 or right >= 0:
+        mask = masks.sliding_window(max(left, -1), max(right, -1), align="bottom_right")
+    if alibi_slopes is None:
+        return mask
+    distances = masks.alibi(alibi_slopes, align="bottom_right")
+    return distances if mask is None else mask & distances
+
+
+def common_of(
+    function: str,
+    query: Tensor,
+    softmax_scale: float | None,
+    softcap: float,
+    deterministic: bool,
+    keywords: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the keyword arguments that all functions of this package share.
+
+    Raises:
+        NotImplementedError: an argument is not supported.
+        TypeError: flash-attn has no such keyword.
+    """
+    sinks = keywords.pop("learnable_sink", None)
+    for name, value in keywords.items():
+        if name in _UNSUPPORTED:
+            if value is not None and value is not False and not (type(value) is int and value == 0):
+                raise NotImplementedError(f"{function} of fused_attn does not support {name}")
+        elif name not in _HINTS:
+            raise TypeError(f"{function} has no argument {name!r}")
+    if deterministic and not query.is_cpu and not torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "deterministic=True needs torch.use_deterministic_algorithms(True) on GPUs, where "
+            "torch's kernels may compute the call"
+        )
+    return {
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "sinks": sinks,
+    }
+
+
+def check_probs(return_attn_probs: bool, dropout_p: float) -> None:
+    """Raise NotImplementedError for dropped weights, which flash-attn returns for its tests."""
+    if return_attn_probs and dropout_p > 0.0:
+        raise NotImplementedError("return_attn_probs is not supported with dropout_p > 0")

@@ -1,0 +1,148 @@
+"""flash-attn's functions for packed sequences, whose keys may be in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
+from fused_attn.compat.flash_attn.dense import Results
+from fused_attn.varlen import varlen_attention
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **keywords: Any,
+) -> Results:
+    """Compute attention with the arguments of flash_attn.flash_attn_varlen_func.
+
+    Args:
+        q: (total_q, num_heads, head_dim).
+        k: (total_k, num_heads_kv, head_dim), or (num_pages, page_size, num_heads_kv, head_dim) with
+            block_table.
+        v: as k, with head_dim_v.
+        cu_seqlens_q: (batch + 1,), cumulative lengths of q, from 0 to total_q.
+        cu_seqlens_k: as cu_seqlens_q, of k. None if seqused_k is given with block_table.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or an upper bound.
+        block_table: (batch, max_pages) integers; the pages of each sequence. The rows in use are
+            copied.
+        seqused_q, seqused_k: (batch,) integers; numbers of rows of each sequence that are used.
+            Others are ignored, and are 0 in the result. The rows in use are copied.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, keywords: as in flash_attn_func.
+
+    Returns:
+        out, (total_q, num_heads, head_dim_v). With return_attn_probs, also lse, (num_heads,
+        total_q), and None in place of the weights.
+
+    Raises:
+        NotImplementedError: an argument is not supported.
+        ValueError, TypeError: an argument is invalid.
+    """
+    check_probs(return_attn_probs, dropout_p)
+    options = common_of(
+        "flash_attn_varlen_func", q, softmax_scale, softcap, deterministic, keywords
+    )
+    if block_table is not None or seqused_k is not None:
+        lengths = _lengths(cu_seqlens_k) if seqused_k is None else seqused_k
+        if block_table is None:
+            assert cu_seqlens_k is not None
+            rows = _rows(cu_seqlens_k[:-1], lengths)
+            k, v = k[rows], v[rows]
+        else:
+            rows = _rows_of_pages(block_table, k.shape[1], lengths)
+            k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
+        cu_seqlens_k = _cumulative(lengths)
+    if cu_seqlens_k is None:
+        raise TypeError("cu_seqlens_k must be given without seqused_k, got None")
+    total_q, used = q.shape[0], None
+    if seqused_q is not None:
+        used = _rows(cu_seqlens_q[:-1], seqused_q)
+        q, cu_seqlens_q = q[used], _cumulative(seqused_q)
+    results = varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        mask_of(causal, window_size, alibi_slopes), dropout_p, return_lse=return_attn_probs,
+        **options,
+    )  # fmt: skip
+    out, lse = results if isinstance(results, tuple) else (results, None)
+    if used is not None:
+        out = out.new_zeros(total_q, *out.shape[1:]).index_copy(0, used, out)
+        if lse is not None:
+            empty = lse.new_full((lse.shape[0], total_q), float("-inf"))
+            lse = empty.index_copy(1, used, lse)
+    return out if lse is None else (out, lse, None)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **keywords: Any
+) -> Results:
+    """Compute `flash_attn_varlen_func` for qkv, (total, 3, num_heads, head_dim)."""
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **keywords: Any,
+) -> Results:
+    """Compute `flash_attn_varlen_func` for kv, (total_k, 2, num_heads_kv, head_dim)."""
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **keywords
+    )
+
+
+def _lengths(cu_seqlens: Tensor | None) -> Tensor:
+    if cu_seqlens is None:
+        raise TypeError("cu_seqlens_k must be given without seqused_k, got None")
+    return cu_seqlens.diff()
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    """Return the cumulative lengths, from 0."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _rows(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the first rows of each sequence: starts[b] to starts[b] + lengths[b] - 1."""
+    lengths = lengths.long()
+    shifts = starts - (lengths.cumsum(0) - lengths)
+    shifts = shifts.repeat_interleave(lengths)
+    return shifts + torch.arange(len(shifts), device=shifts.device)
+
+
+def _rows_of_pages(block_table: Tensor, page_size: int, lengths: Tensor) -> Tensor:
+    """Return the rows of each sequence in a tensor of all pages' rows."""
+    capacity = block_table.shape[1] * page_size
+    starts = torch.arange(len(block_table), device=block_table.device) * capacity
+    positions = _rows(starts, lengths.to(block_table.device))
+    pages = block_table.flatten()[positions // page_size].long()
+    return pages * page_size + positions % page_size

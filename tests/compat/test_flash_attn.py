@@ -1,0 +1,215 @@
+"""fused_attn.compat.flash_attn against plain formulas in float64."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+import fused_attn.compat.flash_attn as flash_attn
+from fused_attn.compat.flash_attn.arguments import mask_of
+
+WINDOWS = [(-1, -1), (3, 2), (None, 1)]
+LENGTHS = [(7, 7), (3, 9), (9, 4)]  # queries, keys
+CASES = list(itertools.product([False, True], WINDOWS, [False, True], [0.0, 5.0], LENGTHS))
+HEADS, HEADS_KV, DIM = 4, 2, 8
+
+
+def expected(q, k, v, causal=False, window_size=(-1, -1), alibi_slopes=None, softcap=0.0):
+    """Attention of (batch, seqlen, heads, dim) in float64, with all scores."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    distance = distance - torch.arange(k.shape[2])  # > 0 for keys before the query's position
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * distance.abs()
+    left, right = window_size
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None and left >= 0:
+        visible &= distance <= left
+    if causal or (right is not None and right >= 0):
+        visible &= distance >= -(0 if causal else right)
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1).nan_to_num(0.0)
+    return (weights @ v).transpose(1, 2)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got.double(), want, rtol=0.0, atol=2e-6)
+
+
+def qkv(seqlen_q, seqlen_k):
+    sizes = (seqlen_q, HEADS), (seqlen_k, HEADS_KV), (seqlen_k, HEADS_KV)
+    return [torch.randn(2, *size, DIM) for size in sizes]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
+    """Return query, key and value, and the arguments of flash-attn that decide about the mask."""
+    causal, window_size, alibi, softcap, lengths = request.param
+    slopes = torch.rand(HEADS) if alibi else None
+    names = {"causal": causal, "window_size": window_size}
+    return qkv(*lengths), {**names, "alibi_slopes": slopes, "softcap": softcap}
+
+
+def ends(lengths):
+    return torch.nn.functional.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def pages_of(rows, used, page_size=2):
+    """Return pages in a random order, with `used` rows of each sequence, and the block table."""
+    count = -(-rows.shape[1] // page_size)
+    table = torch.randperm(3 * count)[: 2 * count].view(2, count)
+    pages = torch.full((3 * count, page_size, *rows.shape[2:]), float("nan"))
+    for b, length in enumerate(used):
+        for i in range(length):
+            pages[table[b, i // page_size], i % page_size] = rows[b, i]
+    return pages, table.int()
+
+
+def test_batches_and_packed_sequences(case):
+    tensors, mask = case
+    want = expected(*tensors, **mask)
+    assert_close(flash_attn.flash_attn_func(*tensors, **mask), want)
+    seqlen_q, seqlen_k = tensors[0].shape[1], tensors[1].shape[1]
+    lengths = ends([seqlen_q] * 2), ends([seqlen_k] * 2), seqlen_q, seqlen_k
+    rows = (x.flatten(0, 1) for x in tensors)
+    assert_close(flash_attn.flash_attn_varlen_func(*rows, *lengths, **mask), want.flatten(0, 1))
+
+
+def test_pages_and_used_rows(case):
+    (q, k, v), mask = case
+    used = torch.tensor([k.shape[1] - 1, k.shape[1]])
+    used_q = torch.tensor([q.shape[1], q.shape[1] - 1])
+    state = torch.get_rng_state()
+    (keys, table), _ = pages_of(k, used.tolist()), torch.set_rng_state(state)
+    values, _ = pages_of(v, used.tolist())
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q.flatten(0, 1), keys, values, ends([q.shape[1]] * 2), None, q.shape[1], k.shape[1], **mask,
+        block_table=table, seqused_q=used_q, seqused_k=used, return_attn_probs=True,
+    )  # fmt: skip
+    for b, own in enumerate(out.unflatten(0, (2, -1))):
+        keys, values = (x[b : b + 1, : used[b]] for x in (k, v))
+        want = expected(q[b : b + 1, : used_q[b]], keys, values, **mask)
+        assert_close(own[: used_q[b]], want[0])
+    assert out[-1].eq(0).all() and lse[:, -1].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_cache(case, paged):
+    """New keys, padding on the left, and rows of the cache in another order."""
+    (q, _, _), mask = case
+    q, (new_k, new_v) = q[:, :4], torch.randn(2, 2, q[:, :4].shape[1], HEADS_KV, DIM)
+    k_cache, v_cache = torch.randn(2, 5, 16, HEADS_KV, DIM)
+    before = k_cache.clone(), v_cache.clone()
+    lengths, left, rows = torch.tensor([5, 7]), torch.tensor([0, 2]), torch.tensor([3, 1])
+    own = {"block_table": rows[:, None].int()} if paged else {"cache_batch_idx": rows}
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, cache_leftpad=left, **own, **mask
+    )
+    for b, (row, start, stop) in enumerate(zip(rows, left, lengths, strict=True)):
+        keys, values = (
+            torch.cat([cache[row, start:stop], new[b]])[None]
+            for cache, new in zip(before, (new_k, new_v), strict=True)
+        )
+        assert_close(out[b], expected(q[b : b + 1], keys, values, **mask)[0])
+        assert torch.equal(k_cache[row, stop : stop + q.shape[1]], new_k[b])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_in_the_cache(causal, interleaved):
+    """Pairs of features as complex numbers, multiplied by exp(i * angle * position)."""
+    angles = torch.arange(16)[:, None] * torch.tensor([1.0, 0.3, 0.1])
+    cache, new, q = (
+        torch.randn(2, 2, 16, 2, DIM),
+        torch.randn(2, 2, 3, 2, DIM),
+        torch.randn(2, 3, 4, DIM),
+    )
+    before, lengths = cache.clone(), torch.tensor([4, 9])
+
+    def rotated(x, positions):
+        part = x[..., :6].double()
+        pairs = part.unflatten(-1, (3, 2) if interleaved else (2, 3))
+        pairs = pairs if interleaved else pairs.mT
+        turn = torch.polar(torch.ones(()).double(), angles.double())[positions][:, None]
+        part = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        part = part if interleaved else part.mT
+        return torch.cat([part.flatten(-2), x[..., 6:].double()], -1)
+
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *cache, *new, angles.cos(), angles.sin(), cache_seqlens=lengths, causal=causal,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    for b, length in enumerate(lengths.tolist()):
+        positions = torch.arange(length, length + 3)
+        keys = torch.cat([before[0, b, :length].double(), rotated(new[0, b], positions)])
+        values = torch.cat([before[1, b, :length], new[1, b]])
+        query = rotated(q[b], positions if causal else positions[:1].expand(3))
+        assert_close(out[b], expected(query[None], keys[None], values[None], causal)[0])
+
+
+def test_packed_tensors_and_gradients():
+    qkv = torch.randn(2, 9, 3, HEADS, DIM, requires_grad=True)
+    cu_seqlens = ends([9, 9])
+    results = [
+        expected(*qkv.unbind(2), causal=True),
+        flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, None, True),
+        flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True),
+        flash_attn.flash_attn_varlen_qkvpacked_func(
+            qkv.flatten(0, 1), cu_seqlens, 9, causal=True
+        ).unflatten(0, (2, 9)),
+        flash_attn.flash_attn_varlen_kvpacked_func(
+            qkv[:, :, 0].flatten(0, 1), qkv[:, :, 1:].flatten(0, 1), cu_seqlens, cu_seqlens, 9, 9,
+            causal=True,
+        ).unflatten(0, (2, 9)),
+    ]  # fmt: skip
+    grads = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in results]
+    for out, grad in zip(results[1:], grads[1:], strict=True):
+        assert_close(out, results[0])
+        torch.testing.assert_close(grad, grads[0], rtol=0.0, atol=2e-5)
+
+
+def test_padding_and_back():
+    x, mask = torch.randn(3, 5, 4), torch.tensor([[1, 1, 0, 0, 0], [1] * 5, [0, 1, 1, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0, 0], [0] * 5, [0] * 5])
+    rows, indices, cu_seqlens, longest, used = flash_attn.bert_padding.unpad_input(x, mask, unused)
+    kept = (mask + unused).bool()
+    assert torch.equal(rows, x[kept]) and longest == 5
+    assert cu_seqlens.tolist() == [0, 3, 8, 10] and used.tolist() == [2, 5, 2]
+    whole = flash_attn.bert_padding.pad_input(rows, indices, 3, 5)
+    assert torch.equal(whole, x * kept[..., None])
+    flat = flash_attn.bert_padding.index_first_axis(x.flatten(0, 1), indices)
+    assert torch.equal(flat, rows)
+
+
+def test_no_argument_is_ignored():
+    q, k, v = qkv(3, 3)
+    plain = flash_attn.flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, num_splits=3, qv=None), plain)
+    with pytest.raises(NotImplementedError, match="does not support attention_chunk"):
+        flash_attn.flash_attn_func(q, k, v, attention_chunk=2)
+    with pytest.raises(NotImplementedError, match="does not support q_descale"):
+        flash_attn.flash_attn_func(q, k, v, q_descale=torch.ones(()))
+    with pytest.raises(TypeError, match="no argument 'window'"):
+        flash_attn.flash_attn_func(q, k, v, window=(1, 1))
+    with pytest.raises(NotImplementedError, match="return_attn_probs"):
+        flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    sinks = torch.zeros(HEADS)
+    out = flash_attn.flash_attn_func(q, k, v, learnable_sink=sinks)
+    _, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert_close(out, (plain * torch.sigmoid(lse).mT[..., None]).double())
+
+
+def test_signatures():
+    """Positional arguments in the order of flash-attn 2.8."""
+    order = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
+    names = [*inspect.signature(flash_attn.flash_attn_func).parameters]
+    assert names[3:11] == [*order.split(), "return_attn_probs"]
+    names = [*inspect.signature(flash_attn.flash_attn_varlen_func).parameters]
+    assert names[7:16] == [*order.split(), "return_attn_probs", "block_table"]
+    assert mask_of(False, (-1, None)) is None

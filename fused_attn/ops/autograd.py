@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, reference, select
 from fused_attn.backends.registry import backend_for_unchecked, get_backend, wanted_backend
-from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
+from fused_attn.base.flat import Flat
+from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import (
     AttentionBackward,
@@ -41,6 +41,15 @@ from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
+from fused_attn.ops.saving import (
+    leading_tensors,
+    needs_input_grad,
+    rebuilt,
+    runs_kernels,
+    save,
+    saved,
+    without_aliases,
+)
 from fused_attn.ops.second_order import differentiated
 from fused_attn.ops.seeds import new_seed
 from fused_attn.ops.sinks import add_sinks, checked_sinks
@@ -148,9 +157,7 @@ def _try_unchecked(
         return None
     if not needs_grad:
         return outputs.out, outputs.lse
-    results = _Attention.apply(
-        call, backend, outputs, 2 if want_lse else 1, *_leading_tensors(call)
-    )
+    results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *leading_tensors(call))
     out, lse = results if want_lse else (results, None)
     if not packed:
         return out, lse
@@ -169,8 +176,8 @@ def attention_by(
     call = _kernel_layout(call, backend)
     if not _needs_grad(call):
         return ops.attention_fwd(call, backend, False, want_lse)[:2]
-    call = _without_aliases(call) if torch.compiler.is_compiling() else call
-    results = _Attention.apply(call, backend, None, 2 if want_lse else 1, *_leading_tensors(call))
+    call = without_aliases(call) if torch.compiler.is_compiling() else call
+    results = _Attention.apply(call, backend, None, 2 if want_lse else 1, *leading_tensors(call))
     return results if want_lse else (results, None)
 
 
@@ -193,8 +200,8 @@ def attention_with_weights(
     call = _kernel_layout(call, backend)
     needs_grad = _needs_grad(call)
     if needs_grad:
-        call = _without_aliases(call) if torch.compiler.is_compiling() else call
-        out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_leading_tensors(call))
+        call = without_aliases(call) if torch.compiler.is_compiling() else call
+        out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *leading_tensors(call))
     else:
         out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
     # Detach lse: the gradient of the weights with respect to query, key and bias already includes
@@ -269,7 +276,7 @@ def _try_unchecked_norm(
     if outputs is None:
         return None
     if needs_grad:
-        out, total = _Norm.apply(call, backend, outputs, *_leading_tensors(call))
+        out, total = _Norm.apply(call, backend, outputs, *leading_tensors(call))
     else:
         out, total = outputs[:2]
     return out, total if call.has_total else call.input
@@ -283,8 +290,8 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
         assert outputs is not None  # validated calls are not refused
         out, total = outputs[:2]
     elif _needs_grad(call):
-        call = _without_aliases(call) if torch.compiler.is_compiling() else call
-        out, total = _Norm.apply(call, backend, None, *_leading_tensors(call))
+        call = without_aliases(call) if torch.compiler.is_compiling() else call
+        out, total = _Norm.apply(call, backend, None, *leading_tensors(call))
     else:
         out, total = ops.norm_fwd(call, backend, False, want_total)[:2]
     return out, total if call.has_total else call.input
@@ -305,58 +312,12 @@ def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
     return call if mask is call.mask else replace(call, mask=mask)
 
 
-def _without_aliases(call: FlatT) -> FlatT:
-    """Return the call with views of repeated tensors, which torch.compile rejects in a Function."""
-    tensors: list[Tensor | None] = []
-    for tensor in call.tensors():
-        if tensor is not None and any(tensor is other for other in tensors):
-            tensor = tensor.view_as(tensor)
-        tensors.append(tensor)
-    return call.with_tensors(tensors)
-
-
-def _leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
-    """Return the call's tensors without trailing Nones, as each argument of `apply` takes time."""
-    tensors = call.tensors()
-    count = len(tensors)
-    while tensors[count - 1] is None:
-        count -= 1
-    return tensors[:count]
-
-
-def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """Return a copy of the call with `present` as its first tensors and None for the others."""
-    return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
-
-
-def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
-    """Return True if a backward may call kernels directly: eager, first-order and unbatched."""
-    return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
-
-
 def _needs_grad(call: Flat) -> bool:
     return needs_grad(*call.tensors())
 
 
-def _needs_input_grad(ctx: Any, index: int) -> bool:
-    """Return True if autograd needs the gradient of tensor `index` of the call's TENSORS."""
-    index += ctx.first
-    return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
-
-
 _BIAS = AttentionCall.TENSORS.index("bias")
 _NORM_WEIGHT, _NORM_BIAS = NormCall.TENSORS.index("weight"), NormCall.TENSORS.index("bias")
-
-
-def _save(ctx: Any, *tensors: Tensor | None) -> None:
-    ctx.save_for_backward(*tensors)
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-
-
-def _saved(ctx: Any) -> list[Any]:
-    """Return the tensors saved by `_save`, cast back if a saved-tensor hook changed their dtype."""
-    saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in saved]
 
 
 # Do not define setup_context: `apply` would inspect signatures on every call, which takes longer
@@ -369,7 +330,7 @@ class _Attention(Function):
     Args:
         outputs: outputs of a forward that has run already. If None, `forward` runs the op, as
             torch.compile requires.
-        tensors: see `_leading_tensors`.
+        tensors: see `leading_tensors`.
     """
 
     @staticmethod
@@ -387,7 +348,7 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)
         if count > 2:
             ctx.mark_non_differentiable(*outputs[2:count])
-        _save(ctx, *outputs, *tensors)
+        save(ctx, *outputs, *tensors)
         ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 4
         return outputs.out if count == 1 else outputs[:count]
 
@@ -395,13 +356,13 @@ class _Attention(Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Any) -> Any:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        out, lse, lse_residual, out_residual, *tensors = _saved(ctx)
-        call, backend = _rebuilt(ctx.call, tensors), ctx.backend
+        out, lse, lse_residual, out_residual, *tensors = saved(ctx)
+        call, backend = rebuilt(ctx.call, tensors), ctx.backend
         outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
         given = torch.zeros_like(out) if grad_out is None else grad_out
-        needs_bias = _needs_input_grad(ctx, _BIAS)
+        needs_bias = needs_input_grad(ctx, _BIAS)
         grads: Any = None
-        if backend.accepts_unchecked and _plain(given, grad_lse):
+        if backend.accepts_unchecked and runs_kernels(given, grad_lse):
             grads = backend.attention_bwd(
                 AttentionBackward(call, outputs, given, grad_lse, needs_bias)
             )
@@ -428,16 +389,16 @@ class _Weights(Function):
         backend: Backend,
         *tensors: Tensor | None,
     ) -> Tensor:
-        _save(ctx, lse, lse_residual, *tensors)
+        save(ctx, lse, lse_residual, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
         ctx.first = 5
         return ops.attention_weights(call, lse, lse_residual, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        lse, lse_residual, *tensors = _saved(ctx)
+        lse, lse_residual, *tensors = saved(ctx)
         call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
-        needs_bias = _needs_input_grad(ctx, _BIAS)
+        needs_bias = needs_input_grad(ctx, _BIAS)
 
         what = WeightsBackward(call, lse, lse_residual, grad_weights, average, needs_bias)
         run = partial(ops.attention_weights_bwd, what, ctx.backend)
@@ -470,23 +431,23 @@ class _Norm(Function):
         # The backward kernel needs only the sum, which is input without residual and dropout.
         # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
-        _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
+        save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 3
         return outputs[:2]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
-        total, mean, rstd, *tensors = _saved(ctx)
-        call, backend = _rebuilt(ctx.call, tensors), ctx.backend
+        total, mean, rstd, *tensors = saved(ctx)
+        call, backend = rebuilt(ctx.call, tensors), ctx.backend
         if not call.has_total:
             grad_total = None  # total is empty; torch.compile passes zeros as its gradient
         if grad_out is None and grad_total is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs = _needs_input_grad(ctx, _NORM_WEIGHT), _needs_input_grad(ctx, _NORM_BIAS)
+        needs = needs_input_grad(ctx, _NORM_WEIGHT), needs_input_grad(ctx, _NORM_BIAS)
         given = torch.zeros_like(total) if grad_out is None else grad_out
         what = NormBackward(call.of_total(total), mean, rstd, given, grad_total, *needs)
         grads: Any = None
-        if backend.accepts_unchecked and _plain(given, grad_total):
+        if backend.accepts_unchecked and runs_kernels(given, grad_total):
             grads = backend.norm_bwd(what)
         if grads is None:
             grads = _norm_gradients(call, what, backend)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
@@ -37,8 +36,24 @@ DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
-MIN_TORCH = Version("2.10")  # the first with AuxRequest and kernel_options["BACKEND"]
-_IS_TOO_OLD = Version(Version(torch.__version__).base_version) < MIN_TORCH
+
+
+def _missing_features() -> list[str]:
+    """Return what this torch's FlexAttention lacks; empty if the backend can use it.
+
+    The source is searched, because importing it takes a second and imports torch._dynamo.
+    """
+    source = Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py"
+    text = source.read_text("utf-8") if source.exists() else ""
+    features = {"AuxRequest": "class AuxRequest", "kernel_options BACKEND": "BACKEND: NotRequired"}
+    return [
+        f"needs FlexAttention with {name}, which torch {torch.__version__} lacks"
+        for name, definition in features.items()
+        if definition not in text
+    ]
+
+
+_MISSING_FEATURES = _missing_features()
 
 
 class FlexBackend(EngineBackend):
@@ -64,7 +79,7 @@ class FlexBackend(EngineBackend):
         return compiled.verifying()
 
     def unavailable(self) -> list[str]:
-        return [f"needs torch {MIN_TORCH}, not {torch.__version__}"] if _IS_TOO_OLD else []
+        return list(_MISSING_FEATURES)
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = self.unavailable()

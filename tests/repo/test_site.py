@@ -11,6 +11,7 @@ import pytest
 import fused_attn
 import fused_attn.distributed
 import fused_attn.nn
+from fused_attn.compat import flash_attn
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
@@ -23,6 +24,8 @@ def test_reference_has_every_public_name():
     public = {f"fused_attn.{name}" for name in set(fused_attn.__all__) - MODULES}
     public |= {f"fused_attn.nn.{name}" for name in fused_attn.nn.__all__}
     public |= {f"fused_attn.distributed.{name}" for name in fused_attn.distributed.__all__}
+    names = set(flash_attn.__all__) - {"bert_padding"}
+    public |= {f"fused_attn.compat.flash_attn.{name}" for name in names}
     makers = set(fused_attn.masks.__all__) - {"Mask", "as_mask"}
     public |= {f"fused_attn.masks.{name}" for name in makers if name.islower()}
     assert named == public

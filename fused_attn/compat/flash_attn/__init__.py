@@ -1,7 +1,5 @@
 """flash-attn's functions on the kernels of this package, on CPUs too.
 
-    import fused_attn.compat.flash_attn as flash_attn
-
 Names, positional arguments and layouts are those of flash-attn 2; the keywords that flash-attn 3
 and 4 add are accepted. Tensors have shape (batch, seqlen, num_heads, head_dim), or (total,
 num_heads, head_dim) if packed. Causal masks and windows are aligned at the bottom right. An
@@ -10,6 +8,12 @@ argument that this package does not support raises NotImplementedError. Differen
 - All dtypes of this package and float masks on the CPU are supported, and any head_dim.
 - Dropout drops other weights for the same generator.
 - lse is -inf in rows without visible keys, as in flash-attn 3 (flash-attn 2: inf).
+
+Example:
+    >>> import fused_attn.compat.flash_attn as flash_attn
+    >>> q, k, v = (torch.randn(2, 100, 8, 64) for _ in range(3))
+    >>> flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(16, 0)).shape
+    torch.Size([2, 100, 8, 64])
 
 Source: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """

@@ -136,14 +136,15 @@ def backend_for_unchecked(
         device: the device of the tensors of the call.
         named: the backend name that the caller passed, or None.
     """
-    if named:
-        backend = BACKENDS.get(named)
+    wanted = named or _override or environment(_VARIABLE)  # a compiler never comes here
+    if wanted:
+        backend = BACKENDS.get(wanted)
     else:
-        backend = default_backend(device)
+        backend = _first_on(device, verdicts.changes)
         depends = backend is None or (
             isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
         )
-        if depends and not wanted_backend() and call.is_resolved():
+        if depends and call.is_resolved():
             backend = choose(problem_of(call))[0]
     return backend if backend is not None and backend.accepts_unchecked else None
 

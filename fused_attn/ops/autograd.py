@@ -217,12 +217,12 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
 
     The sum may be None without want_total. For `named`, see `attention`.
     """
-    if is_dtensor(call.input):
-        out, total = dtensors().norm(call, want_total, named)
-        return out, total
     results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
+    if is_dtensor(call.input):
+        out, total = dtensors().norm(call, want_total, named)
+        return out, total
     check_no_dtensors(
         "input", call.input, weight=call.weight, bias=call.bias, residual=call.residual
     )

@@ -361,14 +361,13 @@ class _Attention(Function):
         outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = needs_input_grad(ctx, _BIAS)
+        what = AttentionBackward(call, outputs, given, grad_lse, needs_bias)
         grads: Any = None
         if backend.accepts_unchecked and runs_kernels(given, grad_lse):
-            grads = backend.attention_bwd(
-                AttentionBackward(call, outputs, given, grad_lse, needs_bias)
-            )
+            grads = backend.attention_bwd(what)
         if grads is None:
-            call, outputs = call.kernel_layout(), outputs.kernel_layout()
-            what = AttentionBackward(call, outputs, given, grad_lse, needs_bias)
+            call = call.kernel_layout()
+            what = what._replace(call=call, outputs=outputs.kernel_layout())
             grads = differentiated(
                 partial(ops.attention_bwd, what, backend), call, call.DIFFERENTIABLE,
                 (given, grad_lse), reference.attention,

@@ -199,6 +199,8 @@ def test_no_argument_is_ignored():
         flash_attn.flash_attn_func(q, k, v, window=(1, 1))
     with pytest.raises(NotImplementedError, match="return_attn_probs"):
         flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    with pytest.raises(ValueError, match="given together"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k, v, torch.ones(3, 4), cache_seqlens=0)
     sinks = torch.zeros(HEADS)
     out = flash_attn.flash_attn_func(q, k, v, learnable_sink=sinks)
     _, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)

@@ -5,7 +5,7 @@ and 4 add are accepted. Tensors have shape (batch, seqlen, num_heads, head_dim),
 num_heads, head_dim) if packed. Causal masks and windows are aligned at the bottom right. An
 argument that this package does not support raises NotImplementedError. Differences:
 
-- All dtypes of this package and float masks on the CPU are supported, and any head_dim.
+- dtypes and head_dim are those of `scaled_dot_product_attention`, float32 among them.
 - Dropout drops other weights for the same generator.
 - lse is -inf in rows without visible keys, as in flash-attn 3 (flash-attn 2: inf).
 

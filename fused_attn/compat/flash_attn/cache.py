@@ -77,11 +77,11 @@ def flash_attn_with_kvcache(
         cache_seqlens = capacity
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
-    if rotary_cos is not None and rotary_sin is not None:
-        if k is None:
-            raise ValueError("k must be given with rotary_cos, got None")
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None or k is None:
+            raise ValueError("rotary_cos, rotary_sin and k must be given together")
         tables = rotary_cos, rotary_sin, rotary_interleaved
-        moves = causal or any(size not in (-1, None) for size in window_size)
+        moves = causal or any(size is not None and size >= 0 for size in window_size)
         q = _rotated(q, cache_seqlens, *tables, moves=moves)
         k = _rotated(k, cache_seqlens, *tables)
     mask = mask_of(causal, window_size, alibi_slopes)

@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -195,6 +195,11 @@ arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test t
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/aarch64.sh "$(CURDIR)/$(ARM)"
 	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon_bf16", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
+
+arm-report: $(VENV)/installed ## count the main loops of the ARM kernels against a core's floor (Debian, as root)
+	@{ command -v aarch64-linux-gnu-g++ && command -v llvm-mca-19; } >/dev/null \
+		|| { apt-get update -q && apt-get install -q -y g++-aarch64-linux-gnu llvm-19; }
+	$(BIN)/python benchmarks/arm_report.py
 
 docs: env ## build the site of the docs, strictly, into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site

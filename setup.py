@@ -1,6 +1,7 @@
 """Builds the compiled modules by handing them to CMake, which holds every compiler flag."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -117,10 +119,41 @@ class CMakeBuild(build_ext):
         run_cmake("--build", str(self.build_dir))
 
 
+class WheelWithSbom(bdist_wheel):
+    """Adds a list of the libraries that are compiled into the modules (PEP 770, CycloneDX 1.6)."""
+
+    def write_wheelfile(self, wheelfile_base: str, *args: str) -> None:
+        super().write_wheelfile(wheelfile_base, *args)
+        import pybind11
+
+        def library(name: str, version: str, **more: str) -> dict:
+            return {"type": "library", "name": name, "version": version, **more}
+
+        def from_pypi(name: str, version: str) -> dict:
+            return library(name, version, purl=f"pkg:pypi/{name}@{version}")
+
+        compiled_in = [from_pypi("pybind11", pybind11.__version__)]
+        if next(Path(self.bdist_dir).glob("fused_attn/_cuda.*.so"), None):
+            nvcc = next((build_dir() / "CMakeFiles").glob("*/CMakeCUDACompiler.cmake")).read_text()
+            release = re.search(r'CMAKE_CUDA_COMPILER_VERSION "(.*)"', nvcc)
+            compiled_in.append(library("cudart_static", release[1] if release else "unknown"))
+        metadata = self.distribution.metadata
+        sbom = {
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.6",
+            "version": 1,
+            "metadata": {"component": from_pypi(metadata.get_name(), metadata.get_version())},
+            "components": compiled_in,
+        }
+        path = Path(wheelfile_base) / "sboms" / f"{metadata.get_name()}.cdx.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(sbom, indent=1) + "\n")
+
+
 setup(
     ext_modules=[
         Extension("fused_attn._cpu", sources=[]),
         Extension("fused_attn._cuda", sources=[], optional=True),
     ],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": WheelWithSbom},
 )

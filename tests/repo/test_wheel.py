@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -72,8 +73,12 @@ def test_wheel_brings_no_library_and_runs_on_other_systems(wheel):
     assert re.search(r"manylinux_2_\d+_(x86_64|aarch64)", tag[1]), wheel.name
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+        (listed,) = [n for n in names if ".dist-info/sboms/" in n]
+        sbom = json.loads(archive.read(listed))
     libraries = [n for n in names if ".so" in n]
     assert len(libraries) == 1 and libraries[0].startswith("fused_attn/_cpu.")
+    assert [c["name"] for c in sbom["components"]] == ["pybind11"]
+    assert f"fused_attn-{sbom['metadata']['component']['version']}-" in wheel.name
     assert not any(n.startswith("tests/") for n in names)
     assert wheel.stat().st_size < 8 * 2**20
 

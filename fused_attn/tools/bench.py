@@ -30,8 +30,10 @@ from fused_attn.tools.cases import (
     as_dense_mask,
     as_one_tensor,
     make_mask,
+    sequence_lengths,
     tensors_of,
 )
+from fused_attn.varlen import varlen_attention
 
 OURS, PEER = "fused_attn", "sdpa"
 
@@ -81,6 +83,7 @@ def measure(
     backward: bool = False,
     dropout_p: float = 0.0,
     bias: bool = False,
+    packed: bool = False,
     device: torch.device | str = "cpu",
     backend: str | None = None,
     rounds: int = 20,
@@ -98,6 +101,8 @@ def measure(
         dropout_p: dropout of the timed calls; results are checked without dropout.
         bias: add a (1, num_heads, seqlen_q, seqlen_k) tensor to the scores; it has a gradient. SDPA
             receives mask and bias as one tensor, which each call makes.
+        packed: `varlen_attention` of the sequences of mask "padding", without their padding. SDPA
+            receives the padded tensors and a mask that hides the padding.
         device: "cpu" or a GPU.
         backend: fused_attn backend; None for the default choice.
         rounds: number of measurements of each implementation.
@@ -114,30 +119,35 @@ def measure(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device, torch_dtype = torch.device(device), getattr(torch, dtype)
-    operands = shape.operands(torch_dtype, device)
+    # The gradient of the bias is a sum over all sequences.
+    sample = shape.reduced(shape.batch if bias else None)
+    layout = (_Packed if packed else _Padded)(shape, sample, device)
+    padded = shape.operands(torch_dtype, device)
     own_mask = make_mask(mask, shape)
     own_mask = None if own_mask is None else own_mask.to(device)
     if bias:
         scores = 1, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-        operands["bias"] = torch.randn(scores, dtype=torch_dtype, device=device)
+        padded["bias"] = torch.randn(scores, dtype=torch_dtype, device=device)
+    operands = {name: layout.pack(name, tensor) for name, tensor in padded.items()}
     sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
-        mask=normalize(own_mask, *sizes, operands["query"]).kind, seqlen_k=shape.seqlen_k,
+        mask=normalize(own_mask, *sizes, padded["query"]).kind, seqlen_k=shape.seqlen_k,
         bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
         dropout=dropout_p > 0, needs_grad=backward,
+        packed=packed,
     )  # fmt: skip
     chosen = select(problem, backend).name
     # Naming a backend disables the fast path of small calls, so the default backend is not named.
     not_default = chosen != select(problem).name
     context = use_backend(chosen) if not_default else contextlib.nullcontext()
     visible, fixed_bias = tensors_of(own_mask, shape, device)
-    # The gradient of the bias is a sum over all sequences.
-    part = shape.reduced(shape.batch if bias else None).part_of(shape)
+    part = sample.part_of(shape)
     sample_visible, sample_bias = (None if t is None else part(t) for t in (visible, fixed_bias))
+    visible = layout.without_padding(visible)
 
     def own(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor, **dropout: Any) -> Tensor:
-        return _attend(query, key, value, own_mask, *biases, **dropout)
+        return layout.attend(query, key, value, _with_biases(own_mask, biases), **dropout)
 
     def eager(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         bias_of_dtype = (
@@ -145,26 +155,30 @@ def measure(
         )
         with use_backend("eager"):
             mask = as_dense_mask(sample_visible, bias_of_dtype)
-            return _attend(query, key, value, mask, *biases)
+            return layout.attend(query, key, value, _with_biases(mask, biases))
 
-    peer = _peer(shape, mask == "causal" and not bias, visible, fixed_bias, torch_dtype)
+    is_causal = mask == "causal" and not bias and not packed
+    peer = _peer(shape, is_causal, visible, fixed_bias, torch_dtype)
     with context:
-        verdict = contract.check(own, eager, operands, torch_dtype, backward, part)
+        verdict = contract.check(own, eager, operands, torch_dtype, backward, layout.part)
         result = Result(
             str(shape), mask, dtype, "backward" if backward else "forward", chosen,
-            _share(visible), verdict.ok, verdict.worst.name, verdict.worst.error,
+            layout.share(visible), verdict.ok, verdict.worst.name, verdict.worst.error,
             verdict.worst.limit, {},
         )  # fmt: skip
         if not verdict.ok:
             result.note = "fused_attn is not within the numerics contract: not timed"
             return result
-        leaves = [t.requires_grad_(backward) for t in operands.values()]
+        leaves = [t.detach().requires_grad_(backward) for t in operands.values()]
+        peer_leaves = [t.requires_grad_(backward) for t in padded.values()]
         with torch.set_grad_enabled(backward):
             dropping = [functools.partial(call, dropout_p=dropout_p) for call in (own, peer)]
             calls = {OURS: _timed(dropping[0], leaves)}
             try:
-                agrees = verdict.agrees(_zero_masked_rows(peer(*leaves), visible))
-                calls |= {PEER: _timed(dropping[1], leaves)} if agrees else {}
+                agrees = verdict.agrees(
+                    layout.pack("query", _zero_masked_rows(peer(*peer_leaves), visible))
+                )
+                calls |= {PEER: _timed(dropping[1], peer_leaves)} if agrees else {}
                 result.note = "" if agrees else "SDPA computes something else"
             except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
@@ -204,15 +218,88 @@ def require_memory(
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, *biases: Tensor, **dropout: Any
-) -> Tensor:
+class _Padded:
+    """Operands of `bench` as (batch, heads, seqlen, head_dim) tensors.
+
+    Args:
+        shape: sizes of the call.
+        sample: sizes of the part that is checked.
+    """
+
+    def __init__(self, shape: Shape, sample: Shape, device: torch.device) -> None:
+        self.shape, self.sample = shape, sample
+
+    def pack(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a padded operand in this layout."""
+        return tensor
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the part of an operand, a result or a gradient that is checked."""
+        return self.sample.part_of(self.shape)(tensor)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **dropout: Any
+    ) -> Tensor:
+        """Return the attention of operands in this layout, of all or of the part."""
+        out = functional.scaled_dot_product_attention(
+            query, key, value, mask, enable_gqa=True, **dropout
+        )
+        return cast(Tensor, out)
+
+    def without_padding(self, visible: Tensor | None) -> Tensor | None:
+        """Return the mask that padded operands need to compute the same."""
+        return visible
+
+    def share(self, visible: Tensor | None) -> float:
+        """Return the fraction of visible pairs of a query and a key."""
+        return 1.0 if visible is None else round(visible.float().mean().item(), 4)
+
+
+class _Packed(_Padded):
+    """Operands as (total, heads, head_dim) tensors of sequences with `sequence_lengths` tokens."""
+
+    def __init__(self, shape: Shape, sample: Shape, device: torch.device) -> None:
+        super().__init__(shape, sample, device)
+        self.real, self.starts = {}, {}
+        for name, seqlen in (("query", shape.seqlen_q), ("key", shape.seqlen_k)):
+            lengths = sequence_lengths(shape.batch, seqlen).to(device)
+            self.real[name] = torch.arange(seqlen, device=device) < lengths[:, None]
+            cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+            for starts in (cu_seqlens, cu_seqlens[: sample.batch + 1]):
+                self.starts[int(starts[-1])] = starts  # the same tensor in every call
+
+    def pack(self, name: str, tensor: Tensor) -> Tensor:
+        if name == "bias":
+            return tensor
+        return tensor.transpose(1, 2)[self.real["query" if name == "query" else "key"]]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 4:  # the bias
+            return super().part(tensor)
+        heads = self.sample.num_heads_kv * tensor.shape[1] // self.shape.num_heads_kv
+        seqlen = self.starts[len(tensor)][: self.sample.batch + 1][-1]
+        return tensor[:seqlen, :heads]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **dropout: Any
+    ) -> Tensor:
+        starts = self.starts[len(query)], self.starts[len(key)]
+        longest = self.shape.seqlen_q, self.shape.seqlen_k
+        return cast(Tensor, varlen_attention(query, key, value, *starts, *longest, mask, **dropout))
+
+    def without_padding(self, visible: Tensor | None) -> Tensor | None:
+        keys = self.real["key"][:, None, None]
+        return keys if visible is None else visible & keys
+
+    def share(self, visible: Tensor | None) -> float:
+        assert visible is not None
+        return super().share(visible & self.real["query"][:, None, :, None])
+
+
+def _with_biases(mask: Mask | None, biases: Sequence[Tensor]) -> Mask | None:
     for bias in biases:
         mask = masks.bias(bias) if mask is None else mask & masks.bias(bias)
-    out = functional.scaled_dot_product_attention(
-        query, key, value, mask, enable_gqa=True, **dropout
-    )
-    return cast(Tensor, out)
+    return mask
 
 
 def _timed(call: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
@@ -245,9 +332,3 @@ def _peer(
 def _zero_masked_rows(out: Tensor, visible: Tensor | None) -> Tensor:
     """Zero the fully masked rows, for which SDPA may return values other than fused_attn's 0."""
     return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-
-
-def _share(visible: Tensor | None) -> float:
-    if visible is None:
-        return 1.0
-    return round(visible.float().mean().item(), 4)

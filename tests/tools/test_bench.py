@@ -60,6 +60,19 @@ def test_bench_checks_a_part_of_what_is_large(monkeypatch):
         assert result.ok and result.speedup is not None, result
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "window:5+alibi", "documents:9"])
+@pytest.mark.parametrize("largest", [cases.MAX_SCORES, 33 * 47 * 4])
+def test_packed_sequences_against_the_padded_batch(mask, largest, monkeypatch):
+    monkeypatch.setattr(cases, "MAX_SCORES", largest)
+    for backward, bias in ((False, False), (True, False), (True, True)):
+        result = bench.measure(
+            Shape.parse("3,4/2,33,47,16"), mask, "float32", backward=backward, bias=bias,
+            packed=True, rounds=1,
+        )  # fmt: skip
+        assert result.ok and result.speedup is not None, result
+        assert result.visible < 0.5, "padded queries and keys count as hidden"
+
+
 @pytest.mark.parametrize(("worse", "ok"), [(0.0, True), (0.9, True), (1.1, False)])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_check_draws_the_line_at_the_limit(worse, ok, gradient):

@@ -33,6 +33,7 @@ EXAMPLES = (
     "--shape 2,8,512,512,64 8,12,128,128,64 --mask none,causal,causal+padding",
     "--shape 1,32/8,1024,1024,128 --mask window:128 --dtype float32,bfloat16 --backward",
     "--mask padding --bias --dropout 0.1 --backward",
+    "--mask none,causal --packed --shape 16,8,512,512,64",
     "--device cuda --backend triton --dtype bfloat16 --json out.json --png out.png",
 )
 
@@ -62,6 +63,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bias", action="store_true", help="add a float tensor to the scores, with its gradient"
     )
+    command.add_argument(
+        "--packed", action="store_true",
+        help="varlen_attention of sequences of a quarter to all of the length, against torch on "
+        "the padded batch",
+    )  # fmt: skip
     command.add_argument("--threads", type=positive, help="of the CPU; default: torch's")
     command.add_argument("--repeats", type=positive, default=20, help="rounds; default 20")
     add_backend(command, "instead of the automatic choice")
@@ -122,8 +128,8 @@ def run(options: argparse.Namespace) -> int:
             with progress(f"measuring {case}", options.repeats) as advance:
                 result = bench.measure(
                     shape, mask, dtype, backward=backward, dropout_p=options.dropout,
-                    bias=options.bias, device=device, backend=options.backend,
-                    rounds=options.repeats, limits=limits, advance=advance,
+                    bias=options.bias, packed=options.packed, device=device,
+                    backend=options.backend, rounds=options.repeats, limits=limits, advance=advance,
                 )  # fmt: skip
             results.append(result)
     if options.png:
@@ -137,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
         "repeats": options.repeats,
         "dropout": options.dropout,
         "bias": options.bias,
+        "packed": options.packed,
         "ceilings": limits,
         "results": [dataclasses.asdict(result) for result in results],
     }
@@ -144,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
         where = str(device) if device.type == "cuda" else f"threads: {machine['threads']}"
         where += f"; dropout {options.dropout:g}" if options.dropout else ""
         where += "; a bias with gradient" if options.bias else ""
+        where += "; packed" if options.packed else ""
         show_table(
             f"Milliseconds ({where}; medians of {options.repeats} rounds)",
             ("shape", "mask", ">visible", "type", "pass", "backend", ">fused_attn", ">SDPA",

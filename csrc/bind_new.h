@@ -20,8 +20,8 @@ constexpr int64_t kPooledFrom = 1 << 17;
 PyObject* empty_strided = nullptr;
 
 // Registers the allocators of torch. `api` is torch.Tensor.__dlpack_c_exchange_api__ or None.
-// `empty` is the Python function empty(shape, strides, dtype), where dtype is a DType, or -1 for
-// int16.
+// `empty` is the Python function empty(shape, strides, dtype), where dtype is a DType, -1 for int16
+// or -2 for uint8.
 void set_torch(const py::object& api, const py::object& empty) {
   set_exchange_api(api);
   Py_XDECREF(empty_strided);
@@ -32,7 +32,7 @@ void set_torch(const py::object& api, const py::object& empty) {
 struct NumberType {
   uint8_t code, bits;
 };
-constexpr NumberType kInt16{kDLInt, 16};
+constexpr NumberType kInt16{kDLInt, 16}, kUInt8{kDLUInt, 8};
 
 NumberType type_of(DType dtype) {
   return {dtype == DType::kBFloat16 ? uint8_t{kDLBfloat} : uint8_t{kDLFloat},
@@ -56,7 +56,9 @@ py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int
   TensorView view;
   view.code = type.code;
   view.bits = type.bits;
-  const int64_t dtype = type.code == kDLInt ? -1 : static_cast<int64_t>(view.dtype());
+  const int64_t dtype = type.code == kDLInt    ? -1
+                        : type.code == kDLUInt ? -2
+                                               : static_cast<int64_t>(view.dtype());
   return py::handle(empty_strided)(sizes, steps, dtype);
 }
 

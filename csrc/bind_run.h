@@ -4,7 +4,7 @@
 #include <new>
 #include <vector>
 
-#include "bind_fields.h"
+#include "bind_new.h"
 #include "cpu/dispatch.h"
 
 namespace fused_attn {
@@ -26,32 +26,39 @@ void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params)
   if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
 }
 
-// Computes the mask summaries that Python did not pass, and owns them. Must outlive the kernel.
-class Summaries {
- public:
-  void complete(const TensorView& mask, int64_t num_threads, DenseTensor* tensor) {
-    if (!mask.is_present || tensor->summary != nullptr) return;
-    SummaryParams p{};
-    int64_t step = 1;
-    for (int i = 3; i >= 0; --i) {
-      const int64_t tile = i == 2 ? kSummaryTileM : i == 3 ? kSummaryTileN : 1;
-      p.sizes[i] = mask.shape[i];
-      p.strides[i] = mask.strides[i];
-      tensor->summary_strides[i] = mask.shape[i] == 1 ? 0 : step;
-      step *= (mask.shape[i] + tile - 1) / tile;
-    }
-    memory_.emplace_back(step);
-    p.data = mask.data;
-    p.is_bool = !mask.is_float();
-    p.dtype = mask.dtype();
-    tensor->summary = p.summary = memory_.back().data();
-    p.num_threads = num_threads;
+// Computes the summary of a mask tensor unless the spec has it, and stores it on the spec, for the
+// backward and for other calls with this mask. Returns the summary, which must outlive the kernel.
+py::object complete_summary(const py::object& spec, const char* name, const TensorView& mask,
+                            int64_t num_threads, DenseTensor* tensor) {
+  if (!mask.is_present) return {};
+  if (tensor->summary != nullptr) return spec.attr(name);
+  SummaryParams p{};
+  int64_t sizes[4], step = 1;
+  for (int i = 3; i >= 0; --i) {
+    const int64_t tile = i == 2 ? kSummaryTileM : i == 3 ? kSummaryTileN : 1;
+    p.sizes[i] = mask.shape[i];
+    p.strides[i] = mask.strides[i];
+    sizes[i] = (mask.shape[i] + tile - 1) / tile;
+    tensor->summary_strides[i] = mask.shape[i] == 1 ? 0 : step;
+    step *= sizes[i];
+  }
+  py::object summary = new_dense(sizes, 4, kUInt8, &p.summary);
+  p.data = mask.data;
+  p.is_bool = !mask.is_float();
+  p.dtype = mask.dtype();
+  p.num_threads = num_threads;
+  tensor->summary = p.summary;
+  {
     py::gil_scoped_release release;
     kernels().tile_summary(p);
   }
+  if (spec.attr(name).is_none()) spec.attr(name) = summary;  // else another thread was faster
+  return summary;
+}
 
- private:
-  std::vector<std::vector<uint8_t>> memory_;
+// Holds the summaries of a call until its kernel has run.
+struct Summaries {
+  py::object bias, dense;
 };
 
 // Reads the dropout seed. For an unvalidated call, the seed is drawn here, so that rejected calls
@@ -70,8 +77,12 @@ void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) 
   read_seed(call, p);
   if (p->mask.bias.data == nullptr && p->mask.dense.data == nullptr) return;
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
-  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")), p->num_threads, &p->mask.bias);
-  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")), p->num_threads, &p->mask.dense);
+  summaries->bias =
+      complete_summary(spec, "bias_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")),
+                       p->num_threads, &p->mask.bias);
+  summaries->dense =
+      complete_summary(spec, "dense_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")),
+                       p->num_threads, &p->mask.dense);
 }
 void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
   complete(call, &p->fwd, s);

@@ -46,7 +46,7 @@ struct DLPackExchangeAPI {
   void* current_work_stream;
 };
 
-constexpr int kDLCpu = 1, kDLCuda = 2, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+constexpr int kDLCpu = 1, kDLCuda = 2, kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4;
 
 // Device whose memory the kernels of the current call access. The CUDA binding sets it for each
 // call; the CPU binding keeps the default.

@@ -31,7 +31,7 @@ from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import attention_call
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
@@ -144,11 +144,8 @@ def decode_attention(
     call = None
     if attn_mask is None:
         call = _unchecked_call(query, update, is_causal, options, backend)
-    if call is not None and update.ends is not None:
-        append(update)
-        longest, (keys, values) = update.ends[1], contiguous_rows(update)
-        call.key, call.value = keys.narrow(2, 0, longest), values.narrow(2, 0, longest)
-        out, lse = autograd.attention(call, return_lse, backend, sinks)
+    if call is not None:
+        out, lse = dispatch.attention(call, return_lse, backend, sinks)
     else:
         want_lse = return_lse or sinks is not None
         mask = masks.as_mask(attn_mask)
@@ -165,10 +162,10 @@ def _unchecked_call(
     options: AttentionOptions,
     named: str | None,
 ) -> UncheckedAttention | None:
-    """Return the call of a step without attn_mask on the CPU; None if it requires `_attend`.
+    """Append, and return the call of a step without attn_mask on the CPU.
 
-    `_attend` takes 1.8 times as long for a small step (8 heads, 400 keys, head_dim 64). Keys and
-    values of the call are the caches, which the caller replaces after appending.
+    Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
+    for a small step (8 heads, 400 keys, head_dim 64).
     """
     if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
         return None
@@ -187,6 +184,9 @@ def _unchecked_call(
     # What wraps torch's kernels needs finite values behind the ends of sequences.
     if chosen is None or chosen.wraps_torch or head_dim > chosen.max_head_dim:
         return None
+    append(update)
+    longest = update.ends[1]
+    call.key, call.value = (rows.narrow(2, 0, longest) for rows in contiguous_rows(update))
     return call
 
 
@@ -222,7 +222,7 @@ def _attend(
     call = replace(call, key=keys, value=values)
     if chosen.wraps_torch:
         call = _for_torch(call, update, mask, attn_mask is None, is_causal)
-    return autograd.attention_by(call, chosen, want_lse)
+    return dispatch.run_attention(call, chosen, want_lse)
 
 
 def _for_torch(

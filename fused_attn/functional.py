@@ -11,7 +11,7 @@ from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import Mask
-from fused_attn.ops import autograd, small
+from fused_attn.ops import dispatch, small
 
 
 def scaled_dot_product_attention(
@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
         refuse("scaled_dot_product_attention", kwargs)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, attn_mask, is_causal, enable_gqa, options)
-    results = autograd.attention(call, return_lse, backend, sinks)
+    results = dispatch.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
 
@@ -157,7 +157,7 @@ def layer_norm(
             return done if return_residual else done[0]
     options = NormOptions(eps, False, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedNorm(input, normalized_shape, weight, bias, residual, options)
-    results = autograd.norm(call, return_residual, backend)
+    results = dispatch.norm(call, return_residual, backend)
     return results if return_residual else results[0]  # type: ignore[return-value]
 
 
@@ -210,5 +210,5 @@ def rms_norm(
     """
     options = NormOptions(eps, True, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedNorm(input, normalized_shape, weight, None, residual, options)
-    results = autograd.norm(call, return_residual, backend)
+    results = dispatch.norm(call, return_residual, backend)
     return results if return_residual else results[0]  # type: ignore[return-value]

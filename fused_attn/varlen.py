@@ -21,7 +21,7 @@ from fused_attn.call.validation import (
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 
 def varlen_attention(
@@ -97,7 +97,7 @@ def varlen_attention(
     spec = packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, spec, False, True, options)
-    results = autograd.attention(call, return_lse, backend, sinks)
+    results = dispatch.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
 

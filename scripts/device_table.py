@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import fused_attn as fa
 from fused_attn.backends import problem_of, registry
 from fused_attn.nn import weights
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- devices: begin -->", "<!-- devices: end -->"
@@ -48,9 +48,9 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         return backend
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(autograd, "problem_of", problem))
-        stack.enter_context(mock.patch.object(autograd, "select", select))
-        stack.enter_context(mock.patch.object(autograd, "backend_for_unchecked", to_try))
+        stack.enter_context(mock.patch.object(dispatch, "problem_of", problem))
+        stack.enter_context(mock.patch.object(dispatch, "select", select))
+        stack.enter_context(mock.patch.object(dispatch, "backend_for_unchecked", to_try))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()
         yield chosen

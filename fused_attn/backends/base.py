@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fused_attn.backends import weights_bwd
+from fused_attn.backends import verdicts, weights_bwd
 from fused_attn.backends.problem import Problem
 from fused_attn.call.calls import (
     AttentionBackward,
@@ -75,17 +75,13 @@ class Backend:
         """Return the warning to emit once if this backend is selected by default, or None."""
         return None
 
-    def replaces_eager(self, problem: Problem) -> bool:
-        """Return True if a backend that is opt-in for a problem goes before the reference."""
-        return False
-
     def default_for(self, device_type: str) -> Extent:
         """Return if this backend can be the default for all, some or none of the problems.
 
         Args:
             device_type: the device of the problems, such as "cuda".
         """
-        return "none"
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
         """Summarize each tile of 32 queries x 64 keys of a dense mask or bias.
@@ -98,34 +94,6 @@ class Backend:
             SummaryValue in csrc/params.h. None if the passes use no summaries.
         """
         return None
-
-    def activation(
-        self,
-        input: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
-        grad_out: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute dropout(activation(input + bias)), or its gradient if grad_out is given.
-
-        Backends need not implement this method.
-
-        Args:
-            input: (*, columns), contiguous, without lazy negation.
-            bias: (columns,), in the dtype of input.
-            activation: one of ACTIVATIONS.
-            seed: int64 scalar; seed of the dropout mask, see `base.philox.norm_keep`. None without
-                dropout.
-            grad_out: gradient of the result. If given, the method returns the gradient of
-                input + bias. For "relu", input must then be the result of the forward.
-            out: tensor to write the result to; may be input. By default, a new tensor that is not
-                a view is allocated.
-        """
-        raise NotImplementedError
 
     def attention_fwd(
         self, call: Any, for_backward: bool, want_lse: bool
@@ -144,7 +112,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients | None:
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients | None:
         """Compute the gradients of query, key, value and, if needs_bias, bias.
 
         A backend with accepts_unchecked may receive a call and outputs that are not in
@@ -168,12 +136,12 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_weights_bwd(self, given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_weights_bwd(self, work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of query, key and bias for a loss on the attention weights.
 
         The gradient of bias is empty unless needs_bias.
         """
-        return weights_bwd.attention_weights_bwd(given)
+        return weights_bwd.attention_weights_bwd(work)
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
@@ -204,7 +172,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def norm_bwd(self, given: NormBackward) -> NormGradients | None:
+    def norm_bwd(self, work: NormBackward) -> NormGradients | None:
         """Compute the gradients of a norm.
 
         A backend with accepts_unchecked returns None if mean or rstd does not have the dtype and

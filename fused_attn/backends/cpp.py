@@ -51,7 +51,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # out_residual is int16
-_TYPES = {number: dtype for dtype, number in _RESULTS.items()}
+_TYPES = {number: dtype for dtype, number in _RESULTS.items()} | {-2: torch.uint8}  # a summary
 
 
 class CppBackend(Backend):
@@ -78,43 +78,20 @@ class CppBackend(Backend):
         _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=num_threads())
         return summary
 
-    def activation(
-        self,
-        input: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
-        grad_out: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        columns = input.shape[-1]
-        rows = input.numel() // columns
-        if out is None:
-            out = _pooled(*contiguous(input.shape), input.dtype, input.device)
-        _cpu.activation(
-            input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
-            rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
-            dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
-            num_threads=num_threads(),
-        )  # fmt: skip
-        return out
-
     def attention_fwd(
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
         results = _run(_cpu.attention_fwd, call, for_backward, want_lse, num_threads())
         return None if results is None else AttentionOutputs._make(results)
 
-    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients | None:
-        call, outputs, grad_out, grad_lse, _ = given
-        results = _run(_cpu.attention_bwd, *given, num_threads())
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients | None:
+        call, outputs, grad_out, grad_lse, _ = work
+        results = _run(_cpu.attention_bwd, *work, num_threads())
         if results is None:
             if grad_lse is not None:
                 grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
-            given = given._replace(grad_out=kernel_strides(grad_out), grad_lse=grad_lse)
-            results = _run(_cpu.attention_bwd, *given, num_threads())
+            work = work._replace(grad_out=kernel_strides(grad_out), grad_lse=grad_lse)
+            results = _run(_cpu.attention_bwd, *work, num_threads())
         if results is None:
             return None
         query, key, value, bias = results
@@ -134,8 +111,8 @@ class CppBackend(Backend):
         )
         return weights
 
-    def attention_weights_bwd(self, given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
-        call, lse, lse_residual, grad_weights, average, needs_bias = given
+    def attention_weights_bwd(self, work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
+        call, lse, lse_residual, grad_weights, average, needs_bias = work
         grads = call.gradients(needs_bias, _pooled)
         grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
@@ -162,18 +139,18 @@ class CppBackend(Backend):
             results = _run(_cpu.norm_fwd, call.contiguous_call(), for_backward, want_total, threads)
         return None if results is None else NormOutputs._make(results)
 
-    def norm_bwd(self, given: NormBackward) -> NormGradients | None:
-        results = _run(_cpu.norm_bwd, *given, num_threads())
+    def norm_bwd(self, work: NormBackward) -> NormGradients | None:
+        results = _run(_cpu.norm_bwd, *work, num_threads())
         if results is None:
-            call, grad_total = given.call, given.grad_total
+            call, grad_total = work.call, work.grad_total
             if call.input.numel() == 0:
-                return call.gradients(given.needs_weight, given.needs_bias, _zeros)
-            given = given._replace(
+                return call.gradients(work.needs_weight, work.needs_bias, _zeros)
+            work = work._replace(
                 call=call.contiguous_call(),
-                grad_out=given.grad_out.contiguous(),
+                grad_out=work.grad_out.contiguous(),
                 grad_total=None if grad_total is None else grad_total.contiguous(),
             )
-            results = _run(_cpu.norm_bwd, *given, num_threads())
+            results = _run(_cpu.norm_bwd, *work, num_threads())
         return None if results is None else NormGradients._make(results)
 
 
@@ -187,6 +164,41 @@ def _run(function: Any, *args: Any) -> Any:
         return function(*args)
     with torch.autograd.profiler.record_function(f"fused_attn::cpp::{function.__name__}"):
         return function(*args)
+
+
+def activation(
+    input: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    grad_out: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute dropout(activation(input + bias)), or its gradient if grad_out is given.
+
+    Args:
+        input: (*, columns), contiguous, without lazy negation.
+        bias: (columns,), in the dtype of input.
+        activation: one of ACTIVATIONS.
+        seed: int64 scalar; seed of the dropout mask, see `base.philox.norm_keep`. None without
+            dropout.
+        grad_out: gradient of the result. If given, the function returns the gradient of
+            input + bias. For "relu", input must then be the result of the forward.
+        out: tensor to write the result to; may be input. By default, a new tensor that is not a
+            view is allocated.
+    """
+    columns = input.shape[-1]
+    if out is None:
+        out = _pooled(*contiguous(input.shape), input.dtype, input.device)
+    _cpu.activation(
+        input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
+        rows=input.numel() // columns, columns=columns, activation=ACTIVATIONS.index(activation),
+        dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
+        num_threads=num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def isa() -> str:

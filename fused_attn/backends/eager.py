@@ -34,9 +34,9 @@ class EagerBackend(Backend):
         residual = torch.zeros_like(lse) if call.options.partial else nothing
         return AttentionOutputs(out, lse, residual, nothing)
 
-    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients:
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
         """Compute the gradients of a partial result. Other calls are differentiated by autograd."""
-        return reference.partial_gradients(given._replace(call=_unrounded(given.call)))
+        return reference.partial_gradients(work._replace(call=_unrounded(work.call)))
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool

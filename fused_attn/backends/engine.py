@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fused_attn.backends import reference, verdicts
-from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import NormCall, NormOutputs
 
@@ -21,9 +21,6 @@ class EngineBackend(Backend):
         if isinstance(problem, NormProblem):
             return ["has no kernels for norms"]
         return verdicts.reasons_against(self.name, problem)
-
-    def default_for(self, device_type: str) -> Extent:
-        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         out, total = reference.norm(call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -12,12 +11,11 @@ import torch
 
 from fused_attn.base.torch_state import transformed
 from fused_attn.call.calls import AttentionCall, NormCall
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks.band import Band, band_of
 
 LARGE_SCORES = 256 << 20  # bytes
 
-AnyCall = AttentionCall | NormCall | UncheckedAttention | UncheckedNorm
+AnyCall = AttentionCall | NormCall
 
 
 # Not frozen: __init__ would take 5 us longer.
@@ -119,21 +117,20 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def problem_of(call: AnyCall, result: str = "out") -> Problem:
-    """Return the properties of a call that backend selection depends on.
+    """Return the properties of a call that selection depends on.
 
     Args:
-        call: a validated call, or an unvalidated call that has the attributes of a validated call.
         result: see AttentionProblem.
     """
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in call.tensors()
     )
-    if isinstance(call, (NormCall, UncheckedNorm)):
+    if isinstance(call, NormCall):
         input = call.input
         return NormProblem(
             input.device,
             input.dtype,
-            math.prod(call.normalized_shape),
+            input.shape[-1],
             rms=call.options.rms,
             residual=call.residual is not None,
             dropout=call.options.dropout_p > 0.0,

@@ -33,7 +33,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
 
 
-def partial_gradients(given: AttentionBackward) -> AttentionGradients:
+def partial_gradients(work: AttentionBackward) -> AttentionGradients:
     """Compute the gradients of a partial result (see AttentionOptions) from merged outputs.
 
     With weights P = exp(S - lse), the gradient of the scores is dS = P (dP - delta), where
@@ -41,10 +41,10 @@ def partial_gradients(given: AttentionBackward) -> AttentionGradients:
     B.4.
 
     Args:
-        given: its call is not packed, with query, key and value in the statistics dtype. Its
+        work: its call is not packed, with query, key and value in the statistics dtype. Its
             outputs are the merged ones, whose out_residual is not read.
     """
-    call, outputs, grad_out, grad_lse, _ = given
+    call, outputs, grad_out, grad_lse, _ = work
     bias, dtype = call.mask.bias, call.query.dtype
     leaves = [call.query, call.key, *([] if bias is None else [bias.to(dtype)])]
     leaves = [t.detach().requires_grad_() for t in leaves]
@@ -174,7 +174,7 @@ def activation(
     seed: Tensor | None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """Implement `Backend.activation` in torch operations."""
+    """Compute as `cpp.activation` does, in torch operations."""
     backward = grad_out is not None
     if activation == "relu" and grad_out is not None:
         kept = ~(input <= 0)  # input is the result of the forward; NaN counts as positive

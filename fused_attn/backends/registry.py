@@ -145,7 +145,7 @@ def backend_for_unchecked(
             isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
         )
         if depends and call.is_resolved():
-            backend = choose(problem_of(call))[0]
+            backend = choose(problem_of(call.validated()))[0]
     return backend if backend is not None and backend.accepts_unchecked else None
 
 
@@ -200,15 +200,10 @@ def _first_for(
 ) -> tuple[Backend | None, Refusals]:
     """Return as `choose` without a wanted backend. The settings are what it depends on besides."""
     refusals: Refusals = []
-    instead_of_eager: Backend | None = None
     for candidate in BACKENDS.values():
-        reasons = candidate.unsupported(problem)
-        if not reasons and candidate.replaces_eager(problem):
-            instead_of_eager = instead_of_eager or candidate
-        reasons = reasons + candidate.opt_in_reasons(problem)
+        reasons = candidate.unsupported(problem) + candidate.opt_in_reasons(problem)
         if not reasons:
-            is_last = candidate.name == "eager"
-            return (instead_of_eager or candidate) if is_last else candidate, refusals
+            return candidate, refusals
         refusals.append((candidate.name, reasons))
     return None, refusals
 

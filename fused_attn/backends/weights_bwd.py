@@ -16,13 +16,13 @@ from fused_attn.masks.materialize import materialize
 from fused_attn.masks.restrict import of_heads
 
 
-def attention_weights_bwd(given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
+def attention_weights_bwd(work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and bias for a loss on the attention weights.
 
     The gradient of the scores is dS = P (G - rowsum(P G)). P = exp(S - lse) are the weights before
     dropout, and G is the gradient with respect to P.
     """
-    call, lse, lse_residual, grad_weights, average, needs_bias = given
+    call, lse, lse_residual, grad_weights, average, needs_bias = work
     query, key, spec, options = call.query, call.key, call.mask, call.options
     scale, softcap = options.scale, options.softcap
     batch, num_heads, seqlen_q, _ = query.shape

@@ -17,11 +17,17 @@ _CPU = torch.device("cpu")
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
-    """Return True if nothing intercepts the call and no tensor is of a subclass.
+    """Return True if nothing intercepts the call and no tensor is batched or of a subclass.
 
     In this case, a kernel may be called directly instead of through ``torch.ops``.
     """
-    return not is_intercepted() and PLAIN_TYPES.issuperset(map(type, tensors))
+    if is_intercepted() or not PLAIN_TYPES.issuperset(map(type, tensors)):
+        return False
+    # A loop, as a generator takes longer than the predicate.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and _batched_by_autograd(tensor):  # see `batched`
+            return False
+    return True
 
 
 def is_intercepted() -> bool:
@@ -40,17 +46,12 @@ def is_intercepted() -> bool:
     )
 
 
-def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
-    """Return True if a tensor is batched by torch.autograd.grad with is_grads_batched=True.
-
-    jacobian and hessian use this mode with vectorize=True, to compute all gradients in one
-    backward.
-    """
-    return _batched_by_autograd(tensor) or (other is not None and _batched_by_autograd(other))
-
-
 def batched(*tensors: Tensor | None) -> bool:
-    """Return True if any tensor is batched by autograd (is_grads_batched) or by torch.vmap."""
+    """Return True if any tensor is batched by autograd or by torch.vmap.
+
+    Autograd batches gradients for is_grads_batched=True, which jacobian and hessian use with
+    vectorize=True to compute all gradients in one backward.
+    """
     for tensor in tensors:
         if tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor)):
             return True

@@ -121,7 +121,6 @@ class AttentionCall(Flat):
     options: AttentionOptions
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
-    checked: ClassVar[bool] = True
     enable_gqa: ClassVar[bool] = True  # validation ensures that num_heads_kv divides num_heads
 
     @property
@@ -326,7 +325,6 @@ class NormCall(Flat):
     options: NormOptions
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
-    checked: ClassVar[bool] = True
 
     @property
     def normalized_shape(self) -> tuple[int]:

@@ -26,16 +26,16 @@ class Handler(Protocol):
     def attention(
         self, call: UncheckedAttention, want_lse: bool, named: str | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as `autograd.attention` does, but without sinks."""
+        """Compute as `dispatch.attention` does, but without sinks."""
 
     def attention_with_weights(
         self, call: UncheckedAttention, average: bool, named: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute as `autograd.attention_with_weights` does."""
+        """Compute as `dispatch.run_weights` does."""
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel
-# Imports the two modules below; set by fused_attn/__init__.py, which may import from all floors.
+# Imports the two modules below; set by fused_attn/__init__.py, which may import from all layers.
 modules_of_ranks: Any = None
 
 

@@ -97,12 +97,11 @@ class AttentionOptions(Flat):
             partial=self.partial,
         )
 
-    def for_backward(self) -> AttentionOptions:
-        """Return the validated options, without the seed, of an unchecked call that was run.
-
-        The backward restores the seed, which autograd saves with the other tensors.
-        """
-        return AttentionOptions(float(self.scale), self.softcap or 0.0, float(self.dropout_p))
+    def validated(self) -> AttentionOptions:
+        """Return the validated options of an unchecked call that a backend has accepted."""
+        return AttentionOptions(
+            float(self.scale), self.softcap or 0.0, float(self.dropout_p), self.seed
+        )
 
 
 @flattens
@@ -157,9 +156,9 @@ class NormOptions(Flat):
             checked_seed(self.seed, dropout_p, device),
         )
 
-    def for_backward(self) -> NormOptions:
-        """Return the validated options, without the seed, of an unchecked call that was run."""
-        return NormOptions(self.eps, self.rms, float(self.dropout_p))
+    def validated(self) -> NormOptions:
+        """Return the validated options of an unchecked call that a backend has accepted."""
+        return NormOptions(self.eps, self.rms, float(self.dropout_p), self.seed)
 
 
 def with_dense_offsets(options: OptionsT) -> OptionsT:

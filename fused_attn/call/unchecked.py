@@ -8,7 +8,7 @@ skip validation this way, because it takes longer than their kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,7 +40,6 @@ class UncheckedAttention:
     __slots__ = (
         "attn_mask", "enable_gqa", "is_causal", "key", "mask", "options", "query", "value",
     )  # fmt: skip
-    checked: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -88,13 +87,9 @@ class UncheckedAttention:
         return self.mask
 
     def is_resolved(self) -> bool:
-        """Return True if the call has 4-D tensors and a MaskSpec, as `problem_of` requires."""
+        """Return True if the call has 4-D tensors and a MaskSpec, as `validated` requires."""
         tensors = self.query, self.key, self.value
         return all(t.dim() == 4 for t in tensors) and self.resolve_mask() is not None
-
-    def sizes(self) -> tuple[int, int, int]:
-        """Return (batch, seqlen_q, seqlen_k), for 4-D tensors; see `AttentionCall.sizes`."""
-        return self.mask.sizes(self.query, self.key)
 
     def draw_seed(self) -> Tensor:
         """Draw a dropout seed, store it in the options and return it.
@@ -104,15 +99,9 @@ class UncheckedAttention:
         seed = self.options.seed = philox.new_seed(self.query.device)
         return seed
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors, in the order of `AttentionCall.TENSORS`."""
-        return (self.query, self.key, self.value, *self.mask.tensors(), *self.options.tensors())
-
-    def without_tensors(self) -> AttentionCall:
-        """Return an AttentionCall with all tensors None, for the backward to restore."""
-        nothing: Any = None
-        mask, options = self.mask.without_tensors(), self.options.for_backward()
-        return AttentionCall(nothing, nothing, nothing, mask, options)
+    def validated(self) -> AttentionCall:
+        """Return the AttentionCall of this call, which a backend has accepted, for its backward."""
+        return AttentionCall(self.query, self.key, self.value, self.mask, self.options.validated())
 
 
 class UncheckedNorm:
@@ -126,7 +115,6 @@ class UncheckedNorm:
     """
 
     __slots__ = ("bias", "input", "normalized_shape", "options", "residual", "weight")
-    checked: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -166,8 +154,8 @@ class UncheckedNorm:
         return self.options.prepare(self.input.dtype)
 
     def is_resolved(self) -> bool:
-        """Return True: `problem_of` requires nothing of a norm call."""
-        return True
+        """Return True if the call has one normalized dimension, as `validated` requires."""
+        return len(self.normalized_shape) == 1
 
     def draw_seed(self) -> Tensor:
         """Draw a dropout seed, store it in the options and return it.
@@ -177,11 +165,6 @@ class UncheckedNorm:
         seed = self.options.seed = philox.new_seed(self.input.device)
         return seed
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors, in the order of `NormCall.TENSORS`."""
-        return (self.input, self.residual, self.weight, self.bias, *self.options.tensors())
-
-    def without_tensors(self) -> NormCall:
-        """Return a NormCall with all tensors None, for the backward to restore."""
-        nothing: Any = None
-        return NormCall(nothing, None, None, None, self.options.for_backward())
+    def validated(self) -> NormCall:
+        """Return the NormCall of this call, which a backend has accepted, for its backward."""
+        return NormCall(self.input, self.residual, self.weight, self.bias, self.options.validated())

@@ -23,7 +23,7 @@ from fused_attn.distributed.ranks import Ranks
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 
 def attend_to_all(
@@ -55,7 +55,7 @@ def attend_to_all(
         options = replace(options, dropout_offsets=offsets)
     call = AttentionCall(query, key, value, mask, options)
     backend = select(problem_of(call, "lse"), named)
-    out, lse = autograd.attention_by(call, backend, True)
+    out, lse = dispatch.run_attention(call, backend, True)
     assert lse is not None
     return out, lse
 

@@ -35,7 +35,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall
 from fused_attn.masks.restrict import of_heads, of_sequences
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 from fused_attn.ops.seeds import new_seed
 
 # Loops and list comprehensions, instead of generator expressions, because torch.compile traces this
@@ -151,15 +151,15 @@ def replicated(tensor: Any) -> Any:
 def attention(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute an attention call with DTensors, as `autograd.attention` does without sinks.
+    """Compute an attention call with DTensors, as `dispatch.attention` does without sinks.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states expected and actual
             values.
     """
     local, leading, sharding = _local_attention(call)
-    out, lse = autograd.attention_by_choice(call, local, want_lse, named)
-    return autograd.in_shape(sharding.from_local(out), sharding.from_local(lse), leading)
+    out, lse = dispatch.select_and_run_attention(call, local, want_lse, named)
+    return dispatch.in_shape(sharding.from_local(out), sharding.from_local(lse), leading)
 
 
 def attention_with_weights(
@@ -167,7 +167,7 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute out and the attention weights of all heads of a call with DTensors."""
     local, _, sharding = _local_attention(call)
-    out, weights = autograd.weights_by_choice(local, average, named)
+    out, weights = dispatch.select_and_run_weights(local, average, named)
     return sharding.from_local(out), _of_all_heads(weights, sharding, average)
 
 
@@ -282,11 +282,11 @@ def _of_all_heads(weights: Tensor, sharding: Sharding, average: bool) -> Any:
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
-    """Compute a norm call with a DTensor as `autograd.norm` does."""
+    """Compute a norm call with a DTensor as `dispatch.norm` does."""
     shape = call.input.shape
     local, sharding = _local_norm(call)
-    out, total = autograd.norm_by_choice(local, want_total, named)
-    return autograd.norm_in_shape(sharding.from_local(out), sharding.from_local(total), shape)
+    out, total = dispatch.select_and_run_norm(local, want_total, named)
+    return dispatch.norm_in_shape(sharding.from_local(out), sharding.from_local(total), shape)
 
 
 def _local_norm(call: UncheckedNorm) -> tuple[NormCall, Sharding]:

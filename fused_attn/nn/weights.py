@@ -9,7 +9,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import checked_attention
 from fused_attn.masks import Mask
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 
 def attention_with_weights(
@@ -57,4 +57,4 @@ def attention_with_weights(
     handler = handler_of(query)
     if handler is not None:
         return handler.attention_with_weights(call, average, backend)
-    return autograd.weights_by_choice(checked_attention(call)[0], average, backend)
+    return dispatch.select_and_run_weights(checked_attention(call)[0], average, backend)

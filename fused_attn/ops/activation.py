@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import Backend, reference
+from fused_attn.backends import cpp, reference
 from fused_attn.backends.fields import DTYPES
 from fused_attn.backends.registry import default_backend
 from fused_attn.base import philox
 from fused_attn.base.torch_state import (
     PLAIN_TYPES,
-    batched_by_autograd,
     is_intercepted,
     plain_eager,
 )
@@ -30,7 +29,9 @@ from fused_attn.base.torch_state import (
 
 def supports_activation(input: Tensor) -> bool:
     """Return True if `activation_pass` may accept this tensor, or the result of a matmul of it."""
-    return _backend_of(input) is not None
+    if type(input) not in PLAIN_TYPES or is_intercepted():
+        return False
+    return isinstance(default_backend(input.device), cpp.CppBackend)
 
 
 def activation_pass(
@@ -41,7 +42,7 @@ def activation_pass(
     *,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """Compute dropout(activation(input + bias)), or return None if no backend supports the call.
+    """Compute dropout(activation(input + bias)), or return None if no kernel supports it.
 
     Args:
         input: (*, columns), contiguous.
@@ -51,8 +52,7 @@ def activation_pass(
         dropout_p: probability of dropping an element, in [0, 1).
         overwrite: allow the result to overwrite input. Ignored if a gradient is needed.
     """
-    backend = _backend_of(input)
-    if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
+    if not supports_activation(input) or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
         return None
     if not (input.dim() and input.numel() > 0 and input.is_contiguous()) or input.is_neg():
         return None
@@ -64,17 +64,8 @@ def activation_pass(
     needs_grad = input.requires_grad or (bias is not None and bias.requires_grad)
     call = activation, dropout_p, seed
     if torch.is_grad_enabled() and needs_grad:
-        return _Activation.apply(input, bias, call, backend)
-    return backend.activation(input, bias, *call, out=input if overwrite else None)
-
-
-def _backend_of(input: Tensor) -> Backend | None:
-    if type(input) not in PLAIN_TYPES or is_intercepted():
-        return None
-    backend = default_backend(input.device)
-    if backend is None or type(backend).activation is Backend.activation:
-        return None
-    return backend
+        return _Activation.apply(input, bias, call)
+    return cpp.activation(input, bias, *call, out=input if overwrite else None)
 
 
 class _Activation(Function):
@@ -84,16 +75,15 @@ class _Activation(Function):
         input: Tensor,
         bias: Tensor | None,
         call: tuple[str, float, Tensor | None],
-        backend: Backend,
     ) -> Tensor:
         # Do not return a view: autograd forbids in-place operations on views from a Function.
-        out = backend.activation(input, bias, *call)
+        out = cpp.activation(input, bias, *call)
         activation = call[0]
         if activation == "relu":
             ctx.save_for_backward(out, None)  # the gradient passes where out > 0
         elif activation != "identity":
             ctx.save_for_backward(input, bias)
-        ctx.call, ctx.backend = call, backend
+        ctx.call = call
         return out
 
     @staticmethod
@@ -102,12 +92,12 @@ class _Activation(Function):
         # Saved-tensor hooks may have changed the dtype or layout of the tensors.
         input, bias = (_as_given(t, grad_out) for t in ctx.saved_tensors or (grad_out, None))
         args = (input, bias, *ctx.call, grad_out)
-        plain = plain_eager(grad_out, input) and not batched_by_autograd(grad_out)
+        plain = plain_eager(grad_out, input)
         differentiably = torch.is_grad_enabled() or not plain
-        grad = (reference if differentiably else ctx.backend).activation(*args)
+        grad = (reference if differentiably else cpp).activation(*args)
         columns = grad.shape[-1]
         grad_bias = grad.reshape(-1, columns).sum(0) if ctx.needs_input_grad[1] else None
-        return grad, grad_bias, None, None
+        return grad, grad_bias, None
 
 
 def _as_given(tensor: Tensor | None, like: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_attn.backends import Backend, get_backend
 from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
-from fused_attn.base.torch_state import batched_by_autograd, plain_eager
+from fused_attn.base.torch_state import plain_eager
 from fused_attn.call.calls import (
     AttentionBackward,
     AttentionCall,
@@ -54,14 +54,14 @@ def attention_fwd(
     return AttentionOutputs(*OPS.attention_fwd(*call.flat(), for_backward, want_lse, backend.name))
 
 
-def attention_bwd(given: AttentionBackward, backend: Backend) -> AttentionGradients:
+def attention_bwd(work: AttentionBackward, backend: Backend) -> AttentionGradients:
     """Compute the gradients of query, key, value and bias.
 
     The call and the outputs are in `kernel_layout()`.
     """
-    call, outputs, grad_out, grad_lse, needs_bias = given
-    if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
-        grads = backend.attention_bwd(given)
+    call, outputs, grad_out, grad_lse, needs_bias = work
+    if plain_eager(grad_out, grad_lse, *call.tensors()):
+        grads = backend.attention_bwd(work)
         assert grads is not None  # the call is in kernel_layout()
         return grads
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
@@ -85,17 +85,15 @@ def attention_weights(
     return OPS.attention_weights(*call.flat(), *rest)
 
 
-def attention_weights_bwd(
-    given: WeightsBackward, backend: Backend
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_weights_bwd(work: WeightsBackward, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and bias for a gradient of `attention_weights`.
 
     The gradient of bias is an empty tensor without needs_bias.
     """
-    call, *rest = given
-    grad_weights = given.grad_weights
-    if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
-        return backend.attention_weights_bwd(given)
+    call, *rest = work
+    grad_weights = work.grad_weights
+    if plain_eager(*call.tensors(), grad_weights):
+        return backend.attention_weights_bwd(work)
     return OPS.attention_weights_bwd(*call.flat(), *rest, backend.name)
 
 
@@ -115,20 +113,20 @@ def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: b
     return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
 
 
-def norm_bwd(given: NormBackward, backend: Backend) -> NormGradients:
+def norm_bwd(work: NormBackward, backend: Backend) -> NormGradients:
     """Compute the gradients of a norm."""
-    call, grads = given.call, (given.grad_out, given.grad_total)
-    if plain_eager(*grads, *call.tensors()) and not batched_by_autograd(*grads):
-        return _norm_gradients(given, backend)
-    mean = given.rstd.new_empty(0) if given.mean is None else given.mean
-    return NormGradients(*OPS.norm_bwd(*call.flat(), mean, *given[2:], backend.name))
+    call, grads = work.call, (work.grad_out, work.grad_total)
+    if plain_eager(*grads, *call.tensors()):
+        return _norm_gradients(work, backend)
+    mean = work.rstd.new_empty(0) if work.mean is None else work.mean
+    return NormGradients(*OPS.norm_bwd(*call.flat(), mean, *work[2:], backend.name))
 
 
-def _norm_gradients(given: NormBackward, backend: Backend) -> NormGradients:
+def _norm_gradients(work: NormBackward, backend: Backend) -> NormGradients:
     """Run the kernels, which ignore the negative bit of gradients."""
-    grad_out, grad_total = given.grad_out.resolve_neg(), given.grad_total
+    grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
-    grads = backend.norm_bwd(given._replace(grad_out=grad_out, grad_total=grad_total))
+    grads = backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total))
     assert grads is not None  # mean and rstd are contiguous
     return grads
 
@@ -168,8 +166,8 @@ def _run_attention_bwd(
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
-    given = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
-    grads = get_backend(backend).attention_bwd(given)
+    work = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
+    grads = get_backend(backend).attention_bwd(work)
     assert grads is not None  # the call is in kernel_layout()
     return grads.without_none()
 
@@ -182,12 +180,12 @@ def _run_attention_weights(
 
 
 def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
-    given = WeightsBackward(call, *rest[:-1])
-    _check_weights(call, given.lse, given.lse_residual)
-    if given.grad_weights.shape != call.weights_shape(given.average):
-        raise ValueError(f"grad_weights must have shape {call.weights_shape(given.average)}")
-    given = given._replace(call=call.kernel_layout())
-    return get_backend(rest[-1]).attention_weights_bwd(given)
+    work = WeightsBackward(call, *rest[:-1])
+    _check_weights(call, work.lse, work.lse_residual)
+    if work.grad_weights.shape != call.weights_shape(work.average):
+        raise ValueError(f"grad_weights must have shape {call.weights_shape(work.average)}")
+    work = work._replace(call=call.kernel_layout())
+    return get_backend(rest[-1]).attention_weights_bwd(work)
 
 
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:
@@ -203,9 +201,9 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
 
 
 def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
-    given = NormBackward(call, *rest[:-1])
-    total, weight, mean, rstd = call.input, call.weight, given.mean, given.rstd
-    grads = given.grad_out, given.grad_total
+    work = NormBackward(call, *rest[:-1])
+    total, weight, mean, rstd = call.input, call.weight, work.mean, work.rstd
+    grads = work.grad_out, work.grad_total
     if total.dim() == 0 or any(t is not None and t.shape != total.shape for t in grads):
         raise ValueError("total and the gradients must have one shape (*, columns)")
     statistics = (rstd,) if call.options.rms else (mean, rstd)
@@ -214,8 +212,8 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
     ):
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
     _check_dropout(call)
-    given = given._replace(mean=mean.contiguous(), rstd=rstd.contiguous())
-    return _norm_gradients(given, get_backend(rest[-1])).without_none()
+    work = work._replace(mean=mean.contiguous(), rstd=rstd.contiguous())
+    return _norm_gradients(work, get_backend(rest[-1])).without_none()
 
 
 # Argument checks of the ops, for users who call torch.ops.fused_attn directly. The public functions

@@ -8,44 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.torch_state import batched, plain_eager
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.base.flat import FlatT
+from fused_attn.base.torch_state import plain_eager
 
 
-def without_aliases(call: FlatT) -> FlatT:
-    """Return the call with views of repeated tensors, which torch.compile rejects in a Function."""
-    tensors: list[Tensor | None] = []
-    for tensor in call.tensors():
-        if tensor is not None and any(tensor is other for other in tensors):
-            tensor = tensor.view_as(tensor)
-        tensors.append(tensor)
-    return call.with_tensors(tensors)
+def tracked(call: FlatT) -> tuple[FlatT, Sequence[Tensor | None]]:
+    """Return a call and its tensors as arguments for the `apply` of a Function.
 
-
-def leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
-    """Return the call's tensors without trailing Nones, as each argument of `apply` takes time."""
+    Trailing Nones are left out, as each argument takes time. Under torch.compile, which rejects the
+    same tensor twice, repeated tensors are replaced by views.
+    """
     tensors = call.tensors()
+    if torch.compiler.is_compiling():
+        different: list[Tensor | None] = []
+        for tensor in tensors:
+            if tensor is not None and any(tensor is other for other in different):
+                tensor = tensor.view_as(tensor)
+            different.append(tensor)
+        tensors = tuple(different)
+        call = call.with_tensors(tensors)
     count = len(tensors)
     while tensors[count - 1] is None:
         count -= 1
-    return tensors[:count]
-
-
-def rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """Return a copy of the call with `present` as its first tensors and None for the others."""
-    return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
+    return call, tensors[:count]
 
 
 def runs_kernels(grad: Tensor | None, other: Tensor | None) -> bool:
     """Return True if a backward may call kernels directly: eager, first-order and unbatched."""
-    return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
-
-
-def needs_input_grad(ctx: Any, index: int) -> bool:
-    """Return True if autograd needs the gradient of tensor `index` of the call's TENSORS."""
-    index += ctx.first
-    return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
+    return not torch.is_grad_enabled() and plain_eager(grad, other)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:

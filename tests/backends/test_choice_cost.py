@@ -64,12 +64,12 @@ def test_settings_that_decide_are_not_cached(monkeypatch):
 @pytest.mark.parametrize("head_dim", [264, 512])
 def test_wide_heads_are_not_validated(head_dim, monkeypatch):
     """Heads that the CPU kernels do not support go straight to torch's kernels."""
-    from fused_attn.ops import autograd
+    from fused_attn.ops import dispatch
 
     def validated(call):
         raise AssertionError("the call was validated")
 
-    monkeypatch.setattr(autograd, "checked_attention", validated)
+    monkeypatch.setattr(dispatch, "checked_attention", validated)
     query = torch.randn(1, 2, 4, head_dim)
     out = fused_attn.scaled_dot_product_attention(query, query, query, is_causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

@@ -15,7 +15,7 @@ import fused_attn as fa
 from fused_attn import masks
 from fused_attn.backends import registry
 from fused_attn.nn.weights import attention_with_weights
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_masks(name):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkeypatch):
     """Calls that torch supports skip validation, with masks of any rank and layout."""
-    monkeypatch.setattr(autograd, "select", None)
+    monkeypatch.setattr(dispatch, "select", None)
     q, k, v = qkv(grad=grad)
     visible, bias = torch.rand(2, 4, 33, 50) > 0.3, torch.randn(4, 33, 47)
     visible[..., 0] = True
@@ -84,7 +84,7 @@ def test_unchecked_under_autocast(backend, dtype, monkeypatch):
     w = w.to(dtype) if backend == "sdpa" else w  # else a pass leaves them to validation
     expected = by(backend, lambda: fa.scaled_dot_product_attention(*half, mask))
     norm = by(backend, lambda: fa.layer_norm(q, 32, w))
-    monkeypatch.setattr(autograd, "select", None)
+    monkeypatch.setattr(dispatch, "select", None)
     with fa.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(fa.scaled_dot_product_attention(q, k, v, mask), expected)
         assert torch.equal(fa.layer_norm(q, 32, w), norm)

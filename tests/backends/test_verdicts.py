@@ -32,7 +32,7 @@ from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.masks.spec import normalize
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
 def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
     """A stored verdict does not send the calls that torch computes through validation."""
     stored()
-    monkeypatch.setattr(autograd, "select", None)
+    monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
     causal = masks.causal()
     F.scaled_dot_product_attention(x, x, x)
@@ -191,7 +191,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
     call = UncheckedAttention(query, key, value, mask, False, True, AttentionOptions(None, None))
     assert call.prepare() and call.resolve_mask() is not None
     spec = normalize(mask, 2, 4, 30, 40, query)
-    assert problem_of(call) == problem_of(
+    assert problem_of(call.validated()) == problem_of(
         AttentionCall(query, key, value, spec, AttentionOptions(1.0))
     )
 

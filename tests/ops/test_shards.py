@@ -15,7 +15,7 @@ from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.distributed.shards import attention_offsets, norm_offsets
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 from fused_attn.ops import library as ops
 
 EVERY_BACKEND = [*BACKENDS, "eager"]
@@ -77,7 +77,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 def assert_keeps(call, backend, keep, with_lse):
     """Assert which weights a call keeps; with_lse selects the kernels of training."""
-    out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
+    out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 
 
@@ -132,7 +132,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
     offsets = origin_of(part, there["device"])
     options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), offsets)
-    out, _ = autograd.attention_by(
+    out, _ = dispatch.run_attention(
         AttentionCall(query, key, value, spec, options), get_backend(backend), True
     )
     eye, ones = torch.eye(seqlen_q, **there), torch.ones(seqlen_q, 1, **there)
@@ -157,7 +157,7 @@ def test_values_of_a_part(dtype, backend):
             offsets = origin_of(part, query.device)
             options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(query.device), offsets)
             call = AttentionCall(query, key, value, spec, options)
-            return autograd.attention_by(call, get_backend(backend), True)
+            return dispatch.run_attention(call, get_backend(backend), True)
 
         return call
 
@@ -187,7 +187,7 @@ def test_packed_sequences(backend):
     call = AttentionCall(query, key, value, spec, options)
     for with_lse in (False, True):
         with torch.set_grad_enabled(with_lse):
-            out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
+            out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
         for b in range(3):
             got = out[0, :, ends[0][b] : ends[0][b + 1]].detach().cpu() != 0
             i, j, n = rows[b], keys[b], int(lengths_k[b])
@@ -200,9 +200,9 @@ def test_packed_sequences(backend):
 def test_weights(part, backend):
     backend, keep = get_backend(backend), whole_keep()[part]
     call = shard(part, backend.name)
-    _, weights = autograd.attention_with_weights(call, False, backend)
+    _, weights = dispatch.run_weights(call, False, backend)
     assert torch.equal((weights != 0).cpu(), keep)
-    _, average = autograd.attention_with_weights(call, True, backend)
+    _, average = dispatch.run_weights(call, True, backend)
     one = philox.dropout_scale(DROPOUT_P) / keep.shape[3] / keep.shape[1]
     assert torch.equal((average / one).round().long().cpu(), keep.sum(1))
 
@@ -217,7 +217,7 @@ def test_gradient_of_weights(average, part, backend):
     eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)
     query = eye.new_zeros(*call.query.shape[:3], seqlen_k).requires_grad_()
     call = replace(call, query=query, key=eye)
-    autograd.attention_with_weights(call, average, get_backend(backend))[1].sum().backward()
+    dispatch.run_weights(call, average, get_backend(backend))[1].sum().backward()
     assert torch.equal((query.grad > 0).cpu(), whole_keep()[part])
 
 
@@ -265,10 +265,10 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
 def test_norms(batch0, columns, dtype, backend):
     for rms in (False, True):
         call, keep = norm_shard(backend, dtype, columns, rms, batch0, slice(7, 18))
-        _, total = autograd.norm_by(call, get_backend(backend), True)
+        _, total = dispatch.run_norm(call, get_backend(backend), True)
         assert torch.equal((total != 0).cpu(), keep)
         call.input.requires_grad_()
-        total = autograd.norm_by(call, get_backend(backend), True)[1]
+        total = dispatch.run_norm(call, get_backend(backend), True)[1]
         assert torch.equal((total != 0).cpu(), keep)
         total.sum().backward()
         assert torch.equal((call.input.grad != 0).cpu(), keep)
@@ -284,7 +284,7 @@ def test_wide_norms(backend):
     """Rows are wide enough to be processed in chunks."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
-    total = autograd.norm_by(call, get_backend(backend), True)[1]
+    total = dispatch.run_norm(call, get_backend(backend), True)[1]
     total.sum().backward()
     for got in (total, call.input.grad):
         assert torch.equal((got != 0).cpu(), keep)
@@ -314,7 +314,7 @@ def test_second_order():
     def second(backend):
         leaves = [t.double().requires_grad_() for t in tensors]
         own = replace(call, query=leaves[0], key=leaves[1], value=leaves[2])
-        out, _ = autograd.attention_by(own, get_backend(backend), True)
+        out, _ = dispatch.run_attention(own, get_backend(backend), True)
         grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad([grad.square().sum() for grad in grads], leaves)
 

@@ -37,3 +37,14 @@ def test_blocks_may_be_nested_and_graphs_are_not_counted():
             attend(query)
             torch.compile(attend, backend="aot_eager", fullgraph=True)(query)
     assert (outer.fused, inner.fused) == (2, 1)
+
+
+def test_packed_calls_are_counted_by_their_tokens():
+    query, key = torch.randn(10, 4, 8), torch.randn(12, 2, 8)
+    starts = torch.tensor([0, 4, 10]), torch.tensor([0, 5, 12])
+    for leaf in (query, query.clone().requires_grad_()):
+        for backend in (None, "eager"):
+            with fused_attn.stats() as counts:
+                fused_attn.varlen_attention(leaf, key, key, *starts, 6, 7, backend=backend)
+            (kind,) = counts.kinds
+            assert (kind.query, kind.seqlen_k) == ((10, 4, 8), 12)

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_attn.ops import autograd
+from fused_attn.ops import dispatch
 
 Route = Callable[[], AbstractContextManager[Any]]
 
@@ -25,7 +25,7 @@ class Watching(TorchDispatchMode):
 def checked_first() -> Iterator[None]:
     """Disable the unchecked fast path within the block, so that every call is validated."""
     nothing = mock.Mock(return_value=None)
-    with mock.patch.multiple(autograd, _try_unchecked=nothing, _try_unchecked_norm=nothing):
+    with mock.patch.multiple(dispatch, _try_unchecked=nothing, _try_unchecked_norm=nothing):
         yield
 
 
@@ -49,8 +49,8 @@ def looked_at() -> Iterator[list[Any]]:
         return look
 
     with mock.patch.multiple(
-        autograd,
-        checked_attention=spy(autograd.checked_attention),
-        checked_norm=spy(autograd.checked_norm),
+        dispatch,
+        checked_attention=spy(dispatch.checked_attention),
+        checked_norm=spy(dispatch.checked_norm),
     ):
         yield calls

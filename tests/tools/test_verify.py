@@ -95,9 +95,9 @@ def problem_of_probe(probe):
     call, operands = probe.call(CPU), probe.operands(CPU)
     leaves = [t.requires_grad_(probe.gradients) for t in operands.values()]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.autograd", "decode"):
+        for module in ("ops.dispatch", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
-        patch.setattr("fused_attn.ops.autograd.backend_for_unchecked", lambda *args: None)
+        patch.setattr("fused_attn.ops.dispatch.backend_for_unchecked", lambda *args: None)
         patch.setattr("fused_attn.decode._unchecked_call", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.gradients):
             call(*leaves)

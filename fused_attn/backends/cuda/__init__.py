@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.base import Backend
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
@@ -57,9 +57,6 @@ class CudaBackend(Backend):
     def opt_in_reasons(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def default_for(self, device_type: str) -> Extent:
-        return "some" if verdicts.any_usable(self.name, device_type) else "none"
-
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return attention.tile_summary(tensor)
 
@@ -70,9 +67,9 @@ class CudaBackend(Backend):
         attention.attention_fwd(call, outputs)
         return outputs
 
-    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients:
-        grads = given.call.gradients(given.needs_bias)
-        attention.attention_bwd(given, grads)
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
+        grads = work.call.gradients(work.needs_bias)
+        attention.attention_bwd(work, grads)
         return grads
 
     def attention_weights(
@@ -92,9 +89,9 @@ class CudaBackend(Backend):
         norm.norm_fwd(call, outputs)
         return outputs
 
-    def norm_bwd(self, given: NormBackward) -> NormGradients:
-        grads = given.call.gradients(given.needs_weight, given.needs_bias)
-        norm.norm_bwd(given, grads)
+    def norm_bwd(self, work: NormBackward) -> NormGradients:
+        grads = work.call.gradients(work.needs_weight, work.needs_bias)
+        norm.norm_bwd(work, grads)
         return grads
 
 

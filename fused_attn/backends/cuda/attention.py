@@ -105,9 +105,9 @@ def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seq
     return max(1, min(longest, resident_blocks // blocks))
 
 
-def attention_bwd(given: AttentionBackward, grads: AttentionGradients) -> None:
+def attention_bwd(work: AttentionBackward, grads: AttentionGradients) -> None:
     """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
-    call, outputs, grad_out, grad_lse, _ = given
+    call, outputs, grad_out, grad_lse, _ = work
     query, spec, lse = call.query, call.mask, outputs.lse
     if 0 in (query.shape[1], *call.sizes()):
         for tensor in grads:

@@ -17,9 +17,9 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     run("norm_fwd", call.input.device, call, {**_seed(call), **outputs._asdict()})
 
 
-def norm_bwd(given: NormBackward, grads: NormGradients) -> None:
+def norm_bwd(work: NormBackward, grads: NormGradients) -> None:
     """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
-    call, mean, rstd, grad_out, grad_total, *_ = given
+    call, mean, rstd, grad_out, grad_total, *_ = work
     total, columns = call.input, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
-from fused_attn.backends.problem import HAS_TRITON, NormProblem, Problem, kernel_limits, too_old
+from fused_attn.backends.problem import (
+    HAS_TRITON,
+    AttentionProblem,
+    NormProblem,
+    Problem,
+    kernel_limits,
+    too_old,
+)
+from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 
@@ -61,6 +69,7 @@ class FlexBackend(EngineBackend):
 
     name = "flex"
     engine: ClassVar[str] = "TRITON"
+    replaces_eager: ClassVar[bool] = True
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
         """Return the queries and keys of a block."""
@@ -108,10 +117,17 @@ class FlexBackend(EngineBackend):
             reasons.append("adds up the gradient of a bias in no fixed order")
         return reasons
 
-    def replaces_eager(self, problem: Problem) -> bool:
-        if isinstance(problem, NormProblem) or not problem.large_scores:
-            return False
-        return not verdicts.found_wrong(self.name, problem)
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        # Eager attention would be the default, and its scores take much memory.
+        instead_of_eager = (
+            self.replaces_eager
+            and isinstance(problem, AttentionProblem)
+            and problem.large_scores
+            and SdpaBackend().unsupported(problem)
+        )
+        if instead_of_eager and not verdicts.found_wrong(self.name, problem):
+            return []
+        return super().opt_in_reasons(problem)
 
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool

@@ -27,6 +27,7 @@ class FlexFlashBackend(FlexBackend):
 
     name = "flex_flash"
     engine = "FLASH"
+    replaces_eager = False
 
     def unavailable(self) -> list[str]:
         reasons = super().unavailable() + engines.missing(PACKAGE, MIN_VERSION)
@@ -55,9 +56,6 @@ class FlexFlashBackend(FlexBackend):
         if problem.needs_grad and torch.are_deterministic_algorithms_enabled():
             reasons.append("has no deterministic backward")
         return reasons
-
-    def replaces_eager(self, problem: Problem) -> bool:
-        return False
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
         block_q, block_k = BLOCK_SIZE

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import HAS_TRITON, Problem, kernel_limits, too_old
 from fused_attn.backends.triton.interpreter import interpreted
 from fused_attn.call.calls import (
@@ -65,9 +65,6 @@ class TritonBackend(Backend):
     def opt_in_reasons(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def default_for(self, device_type: str) -> Extent:
-        return "some" if verdicts.any_usable(self.name, device_type) else "none"
-
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return _attention().tile_summary(tensor)
 
@@ -78,9 +75,9 @@ class TritonBackend(Backend):
         _attention().attention_fwd(call, outputs)
         return outputs
 
-    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients:
-        grads = given.call.gradients(given.needs_bias)
-        _attention().attention_bwd(given, grads)
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
+        grads = work.call.gradients(work.needs_bias)
+        _attention().attention_bwd(work, grads)
         return grads
 
     def attention_weights(
@@ -95,9 +92,9 @@ class TritonBackend(Backend):
         _norm().norm_fwd(call, outputs)
         return outputs
 
-    def norm_bwd(self, given: NormBackward) -> NormGradients:
-        grads = given.call.gradients(given.needs_weight, given.needs_bias)
-        _norm().norm_bwd(given, grads)
+    def norm_bwd(self, work: NormBackward) -> NormGradients:
+        grads = work.call.gradients(work.needs_weight, work.needs_bias)
+        _norm().norm_bwd(work, grads)
         return grads
 
 

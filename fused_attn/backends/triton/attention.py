@@ -102,9 +102,9 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
 
 
-def attention_bwd(given: AttentionBackward, grads: AttentionGradients) -> None:
+def attention_bwd(work: AttentionBackward, grads: AttentionGradients) -> None:
     """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
-    call, outputs, grad_out, grad_lse, _ = given
+    call, outputs, grad_out, grad_lse, _ = work
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)

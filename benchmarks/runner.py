@@ -273,7 +273,7 @@ def slug(name: str) -> str:
 def checked(
     name: str, own: Way, eager: Way, operands: Sequence[Tensor], *args: Any
 ) -> Callable[[Any], bool]:
-    """Check fused_attn; return a function that tells if a peer's first result is accurate.
+    """Check fused_attn; return a function that checks if a peer's first result is accurate.
 
     Args:
         args: arguments of `contract.check` from `dtype` on.

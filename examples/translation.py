@@ -118,7 +118,7 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 def group(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group indices in order of ascending length; a padded group has at most max_tokens tokens.
 
-    A sequence longer than max_tokens forms a group of its own. The number of groups does not depend
+    A sequence longer than max_tokens forms a separate group. The number of groups does not depend
     on the order of the lengths.
     """
     groups: list[list[int]] = []

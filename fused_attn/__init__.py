@@ -62,7 +62,7 @@ _handlers.modules_of_ranks = _modules_of_ranks
 
 
 def __getattr__(name: str) -> _Any:
-    """Import `fused_attn.distributed` when it is used first, as it imports torch.distributed."""
+    """Import `fused_attn.distributed` on first use, because it imports torch.distributed."""
     if name == "distributed":
         return _import_module("fused_attn.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

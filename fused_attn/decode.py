@@ -181,7 +181,7 @@ def _unchecked_call(
         mask = spec_of_ends(ends, query.shape[2], is_causal)
     call = UncheckedAttention(query, key_cache, value_cache, mask, False, True, options)
     chosen = backend_for_unchecked(call, query.device, named)
-    # What wraps torch's kernels needs finite values behind the ends of sequences.
+    # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if chosen is None or chosen.wraps_torch or head_dim > chosen.max_head_dim:
         return None
     append(update)
@@ -228,9 +228,9 @@ def _attend(
 def _for_torch(
     call: AttentionCall, update: CacheUpdate, mask: Mask, no_mask: bool, is_causal: bool
 ) -> AttentionCall:
-    """Return the call with what torch's kernels need.
+    """Return the call in the form that torch's kernels need.
 
-    They multiply masked weights of 0 by the values behind the end of a sequence, which are set to 0
+    They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
     because they may be NaN. If the host knows the lengths, the longest is that of keys and values.
     """
     if update.ends is not None and no_mask:

@@ -75,8 +75,8 @@ class SwapReport:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise TypeError, because users must call the swapped model instead of its report."""
         raise TypeError(
-            "a SwapReport is no model: swap_modules changes the model in place and returns what "
-            "it did; call the model that it was given"
+            "a SwapReport is not a model: swap_modules changes the model in place and returns a "
+            "report; call the model that was passed to it"
         )
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ def swap_modules(
     report = SwapReport()
     fused = sum(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules())
     if fused:
-        report.notes.append(f"modules that were fused already: {fused}")
+        report.notes.append(f"modules that were already fused: {fused}")
     # Keyed by module id, because a module may be registered under several names.
     seen: dict[int, Swapped | Skipped] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -251,7 +251,7 @@ def _unknown_norm(module: Module, norm: bool) -> str | None:
     looks_like_one = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     if not norm or not looks_like_one or isinstance(module, FromTorch) or any(module.children()):
         return None
-    return "a norm of its own: what it computes is not known"
+    return "custom norm: its computation is unknown"
 
 
 def _disable_inference_path(module: Module, name: str, report: SwapReport) -> None:
@@ -269,7 +269,7 @@ def _disable_inference_path(module: Module, name: str, report: SwapReport) -> No
         return
     layer.activation_relu_or_gelu = 0
     report._undo.append(lambda: setattr(layer, "activation_relu_or_gelu", activation))
-    report.notes.append(f"{name}: torch's inference path, which calls no module in it, is off")
+    report.notes.append(f"{name}: torch's inference path, which bypasses its modules, is disabled")
 
 
 def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -> Swapped:
@@ -306,7 +306,7 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     if model.config._attn_implementation == integration.NAME and not (
         integration.padded_stacks(model)
     ):
-        report.notes.append(f"{name}: its attention was fused already")
+        report.notes.append(f"{name}: its attention was already fused")
         return
     restore, detail = integration.use_fused_attention(model)
     if restore is None:
@@ -337,7 +337,7 @@ def _configure_padding(model: Module, remove_padding: bool, report: SwapReport) 
             names = ", ".join(name for name, _, _ in stacks)
             report.notes.append(
                 f"padded rows are 0 in the output of {names}: swap_modules(model, "
-                "remove_padding=False) keeps the original's numbers there"
+                "remove_padding=False) keeps the original values there"
             )
         return
     for _, module, attribute in stacks:

@@ -1,10 +1,10 @@
-"""Convert wheels to a kernel of Hugging Face's Hub: python hub/export.py dist/*.whl
+"""Convert wheels to a kernel for Hugging Face's Hub: python hub/export.py dist/*.whl
 
-The wheels have one version, for several Pythons and systems. `kernels.get_kernel` loads a folder
-whose name is unique to the version, so imports in it are relative. The compiled module includes no
-torch header, so one file works with every torch, and the layout is the Hub's universal one
-("noarch"). Variants for one architecture would need Python's stable ABI, which pybind11 does not
-support.
+All wheels have the same version; each is for one Python and system. `kernels.get_kernel` loads a
+folder whose name is unique to the version, so imports in it are relative. The compiled module
+includes no torch header, so one file works with every torch version, and the layout is the Hub's
+universal one ("noarch"). Variants for one architecture would need Python's stable ABI, which
+pybind11 does not support.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-VERSION = 0  # version of the interface, which get_kernel requests: the number of a branch
+VERSION = 0  # interface version that get_kernel requests; also the number of the branch
 _IMPORT = re.compile(rf"^(\s*)from {PACKAGE}((?:\.\w+)*) import", re.MULTILINE)
 
 
@@ -51,7 +51,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _add(package: Path, variant: Path) -> None:
-    """Copy sources and compiled modules; sources that exist must be equal."""
+    """Copy sources and compiled modules; a source that was already copied must be identical."""
     for source in sorted(package.rglob("*")):
         target = variant / source.relative_to(package)
         if source.suffix == ".so":

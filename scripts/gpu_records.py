@@ -89,7 +89,7 @@ class _Guard:
         return report
 
     def leave(self, item: pytest.Item, status: str, message: str) -> None:
-        """Note why the process ends, and end it. The main process sees that the worker died."""
+        """Record why the process ends, and end it. The main process detects its death."""
         print(f"{item.nodeid}: {status}: {shortened(message)}", file=sys.stderr, flush=True)
         if status == "hang":
             faulthandler.dump_traceback(all_threads=True)

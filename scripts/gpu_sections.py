@@ -1,4 +1,4 @@
-"""Sections of scripts/gpu_session.py: pytest runs, the most telling first."""
+"""Sections of scripts/gpu_session.py: pytest runs, the most important first."""
 
 from __future__ import annotations
 

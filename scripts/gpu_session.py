@@ -50,7 +50,7 @@ class StoppedError(Exception):
 
 @dataclass
 class Process:
-    """A child in a process group of its own, whose output goes to a log."""
+    """A child in a separate process group, whose output goes to a log."""
 
     popen: subprocess.Popen[bytes]
     log: Path
@@ -313,7 +313,7 @@ class Session:
         self.builder = Process.start(command, self.work / "build.log", dict(os.environ))
 
     def _fastest(self) -> str:
-        """Return the backend whose speed is measured: the first that computes what smoke asks."""
+        """Return the backend to time: the first that runs all smoke tests."""
         smoke = [r for r in self.results["records"] if r["section"] == "smoke"]
         for backend in BACKENDS:
             own = [r["status"] for r in smoke if f"[{backend}-" in r["unit"]]

@@ -68,7 +68,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Use an empty folder for the verdicts of the test."""
+    """Store the verdicts of the test in an empty folder."""
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     verdicts.read_again()
     yield tmp_path / "verdicts"

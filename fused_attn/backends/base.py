@@ -56,7 +56,7 @@ class Backend:
     wraps_torch: ClassVar[bool] = False
 
     def verifying(self) -> AbstractContextManager[None]:
-        """Return a context for `fused-attn verify`, which makes many kinds of calls."""
+        """Return a context in which `fused-attn verify` makes its many kinds of calls."""
         return nullcontext()
 
     def unavailable(self) -> list[str]:
@@ -76,7 +76,7 @@ class Backend:
         return None
 
     def default_for(self, device_type: str) -> Extent:
-        """Return if this backend can be the default for all, some or none of the problems.
+        """Return whether this backend can be the default for all, some or no problems.
 
         Args:
             device_type: the device of the problems, such as "cuda".

@@ -1,8 +1,8 @@
 """Known defects of other projects' kernels, and the calls for which an engine must not run.
 
-An entry holds for versions of a package, GPU architectures and a feature. It names its source, so
-that it can be removed once the defect is fixed. Limits that are documented by the engine's project
-are not defects: backends state them in `unsupported`.
+An entry applies to versions of a package, GPU architectures and a feature. It names its source, so
+that it can be removed once the defect is fixed. Limits that the engine's project documents are not
+defects: backends state them in `unsupported`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Defect:
     """A known defect of an engine.
 
     Attributes:
-        engine: the kernels: "cudnn", or a package.
+        engine: "cudnn" or the name of a package.
         feature: the calls that are affected, one of the words that backends pass to `defects`.
         package, versions: the package that determines the version, and the versions affected.
         capabilities: affected CUDA compute capabilities, by major number; empty for all.
-        effect: what goes wrong.
-        source: address of the report.
+        effect: description of the error.
+        source: URL of the report.
     """
 
     engine: str
@@ -75,14 +75,14 @@ DEFECTS = (
         "the gradients of key and value are NaN if lse is far below 0",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
     ),
-    # No release is known to have fixed the defects of flash-attn-4.
+    # No known release of flash-attn-4 fixes these defects.
     Defect(
         "flash-attn-4",
         BAND_WITH_GRADIENTS,
         "flash-attn-4",
         SpecifierSet(">=4.0.0b1"),
         (9,),
-        "has wrong causal gradients on H200",
+        "computes wrong causal gradients on H200",
         "https://github.com/Dao-AILab/flash-attention/issues/1915",
     ),
     Defect(
@@ -100,7 +100,7 @@ DEFECTS = (
         "flash-attn-4",
         SpecifierSet(">=4.0.0b1"),
         (10, 11),
-        "has wrong gradients of batches with head_dim 256 on Blackwell",
+        "computes wrong gradients for batches with head_dim 256 on Blackwell",
         "https://github.com/NVIDIA/TransformerEngine/issues/3216",
     ),
 )

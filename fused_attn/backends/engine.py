@@ -11,8 +11,8 @@ from fused_attn.call.calls import NormCall, NormOutputs
 class EngineBackend(Backend):
     """Backend whose kernels are differentiable functions of other projects.
 
-    It is opt-in until `fused-attn verify` finds it right and faster. Norms run on torch operations,
-    so that a model can run on this backend alone, but the backend is never their default.
+    It is opt-in until `fused-attn verify` finds it correct and faster. Norms run on torch
+    operations, so that a model can run on this backend alone, but it is never their default.
     """
 
     differentiable = True

@@ -28,7 +28,7 @@ def check_fields(known: Iterable[str]) -> None:
     unknown = {*AttentionCall.NAMES, *NormCall.NAMES} - _NOT_LISTED - set(known)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ImportError(f"the compiled module does not read {names} of calls: build it anew")
+        raise ImportError(f"the compiled module does not know the call fields {names}: rebuild it")
 
 
 def empty_summary(tensor: Tensor, tile: tuple[int, int]) -> Tensor:

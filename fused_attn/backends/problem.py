@@ -179,16 +179,16 @@ def kernel_limits(
     """Return the reasons why kernels with these limits do not support a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
     if problem.transformed:
-        reasons.append("has no derivatives under torch.func and in forward mode")
+        reasons.append("has no derivatives under torch.func or in forward mode")
     if isinstance(problem, AttentionProblem):
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
         reasons += [
-            f"takes {name} up to {max_head_dim}, not {size}"
+            f"supports {name} up to {max_head_dim}, not {size}"
             for name, size in sizes.items()
             if size > max_head_dim
         ]
         if problem.bias_dtype is not None and problem.bias_dtype not in dtypes:
-            reasons.append(f"has no float mask of {problem.bias_dtype}")
+            reasons.append(f"does not support float masks of {problem.bias_dtype}")
     return reasons
 
 

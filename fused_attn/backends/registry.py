@@ -136,7 +136,7 @@ def backend_for_unchecked(
         device: the device of the tensors of the call.
         named: the backend name that the caller passed, or None.
     """
-    wanted = named or _override or environment(_VARIABLE)  # a compiler never comes here
+    wanted = named or _override or environment(_VARIABLE)  # not reached under torch.compile
     if wanted:
         backend = BACKENDS.get(wanted)
     else:
@@ -168,7 +168,7 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
         reasons = " | ".join(f"{name}: {'; '.join(against)}" for name, against in refusals)
         if not backend and not _override and wanted_backend():
             reasons += f" ({_VARIABLE}={wanted_backend()} allows no other)"
-        raise NotImplementedError(f"no backend takes {problem}: {reasons}")
+        raise NotImplementedError(f"no backend supports {problem}: {reasons}")
     if not (backend or wanted_backend()):
         _notify(chosen, problem.device.type)
     return chosen
@@ -198,7 +198,7 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
 def _first_for(
     problem: Problem, changes: int, deterministic: bool
 ) -> tuple[Backend | None, Refusals]:
-    """Return as `choose` without a wanted backend. The settings are what it depends on besides."""
+    """Implement `choose` without a wanted backend. The settings are part of the cache key."""
     refusals: Refusals = []
     for candidate in BACKENDS.values():
         reasons = candidate.unsupported(problem) + candidate.opt_in_reasons(problem)

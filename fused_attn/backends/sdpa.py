@@ -51,23 +51,23 @@ class SdpaBackend(Backend):
             return None
         if device_type == "cuda":
             return (
-                "fused_attn computes attention and norms on cuda by torch's own kernels (backend "
-                '"sdpa"): `fused-attn verify` finds out which of its own are right and faster on '
-                "this machine, and from then on they are used"
+                "fused_attn computes attention and norms on cuda with torch's kernels (backend "
+                '"sdpa"). Run `fused-attn verify` once: later calls use the fused_attn kernels '
+                "that it finds correct and faster on this machine"
             )
         return (
-            f"fused_attn has no kernels for {device_type}: it computes attention and norms there "
-            'by torch\'s own (backend "sdpa")'
+            f"fused_attn has no kernels for {device_type}: attention and norms there run on "
+            'torch\'s kernels (backend "sdpa")'
         )
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = []
         if problem.transformed:
-            reasons.append("is not for torch.func transforms and forward mode")
+            reasons.append("does not support torch.func transforms or forward mode")
         if problem.seeded:
             reasons.append("draws dropout from torch's generator instead of a seed")
         if problem.sharded:
-            reasons.append("does not drop what a larger whole would")
+            reasons.append("cannot drop the same weights as the complete call of a shard")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.partial:
@@ -228,7 +228,7 @@ def _attention(
 
 
 def _dense_in_keys(mask: Tensor, seqlen_k: int) -> Tensor:
-    """Return a mask whose last dimension is dense, as torch's kernels for CUDA require it."""
+    """Return a mask whose last dimension is dense, as torch's CUDA kernels require."""
     if mask.shape[-1] == seqlen_k and mask.stride(-1) == 1:
         return mask
     return mask.expand(*mask.shape[:-1], seqlen_k).contiguous()
@@ -242,10 +242,10 @@ _AS_SET = contextlib.nullcontext()
 def allowed_kernels(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch's function does not choose cuDNN if that has a defect.
+    """Return a context in which torch does not choose cuDNN if it has a defect for the call.
 
     Args:
-        query, key, value: 4-D, as torch's function takes them.
+        query, key, value: 4-D, as for torch's function.
         mask: its attn_mask.
     """
     return _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET
@@ -262,7 +262,7 @@ def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch's function chooses any of its enabled kernels but cuDNN's.
+    """Return a context in which torch chooses any of its enabled kernels except cuDNN's.
 
     The forward makes the choice; its backward runs on the same kernels.
     """
@@ -286,7 +286,7 @@ _enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _CudnnOff:
-    """Context that switches cuDNN attention off, in less time than torch's `sdpa_kernel`."""
+    """Context that disables cuDNN attention, in less time than torch's `sdpa_kernel`."""
 
     def __enter__(self) -> None:
         self.enabled = torch.backends.cuda.cudnn_sdp_enabled()
@@ -312,17 +312,17 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
         if torch.cuda.is_available():
             reasons += too_old(problem.device)
         if problem.mask == "causal" and not problem.seqlen_q == problem.seqlen_k > 0:
-            reasons.append("aligns causal masks otherwise where it gives lse on cuda")
+            reasons.append("aligns causal masks differently when it returns lse on cuda")
         if problem.mask not in ("none", "causal"):
             reasons.append("cannot return lse with a mask on cuda")
         if problem.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"cannot return lse of {problem.dtype} on cuda")
+            reasons.append(f"cannot return lse for {problem.dtype} on cuda")
         if problem.head_dim % 8 or problem.head_dim > 256:
-            reasons.append(f"cannot return lse of head_dim {problem.head_dim} on cuda")
+            reasons.append(f"cannot return lse for head_dim {problem.head_dim} on cuda")
     elif problem.device.type != "cpu":
         reasons.append(f"cannot return lse on {problem.device.type}")
     if problem.head_dim != problem.head_dim_v:
-        reasons.append("cannot return lse where head_dim_v is not head_dim")
+        reasons.append("cannot return lse if head_dim_v differs from head_dim")
     return reasons
 
 

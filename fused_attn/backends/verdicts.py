@@ -25,7 +25,7 @@ from fused_attn.version import __version__
 # Kernel files of each backend that must be verified. A verdict is valid for one hash of the files.
 KERNELS: dict[str, Callable[[], Iterable[Path]]] = {}
 
-BY_NAME_ONLY = "is chosen by name only, until `fused-attn verify` finds it right and faster here"
+BY_NAME_ONLY = "is opt-in until `fused-attn verify` finds it correct and faster here"
 _AGAIN = "run `fused-attn verify` again"
 
 
@@ -191,7 +191,7 @@ def _reason(backend: str, device: torch.device, *words: str) -> str:
     if not words:
         return table.general
     name = ProblemClass(*words)
-    return table.reasons.get(name, f"`fused-attn verify` did not look at {name}")
+    return table.reasons.get(name, f"`fused-attn verify` did not check {name}")
 
 
 def _table(backend: str, device: torch.device) -> _Table:
@@ -307,7 +307,7 @@ def _read(backend: str, device: torch.device) -> _Table:
         for name, verdict in other_verdicts.items() if isinstance(other_verdicts, dict) else ():
             if name in verdicts and verdicts[name].usable and verdict.rate > verdicts[name].rate:
                 reasons[name] = f"`fused-attn verify` found {other} faster for {name}"
-    nowhere = "`fused-attn verify` found no class of problems in which it is the one to choose"
+    nowhere = "`fused-attn verify` found no class of problems for which it should be the default"
     return _Table(reasons, "" if "" in reasons.values() else nowhere)
 
 
@@ -324,7 +324,7 @@ def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict
             return _what_changed(own, files)
         facts = json.loads(path.read_text("utf-8"))
         if facts["identity"] != own:
-            return f"the verdict in {path} is not of this machine: {_AGAIN}"
+            return f"the verdict in {path} is for another machine: {_AGAIN}"
         return {
             ProblemClass(*name.split()): ClassVerdict(
                 entry["usable"] is True, _number(entry["speedup"]), entry["found"]

@@ -86,7 +86,7 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
     """
     leaves = list(_leaves(cls, ""))
     names = [path.rpartition(".")[2] for path, _ in leaves]
-    assert len(set(names)) == len(names), f"fields of {cls.__name__} need names of their own"
+    assert len(set(names)) == len(names), f"fields of {cls.__name__} must have distinct names"
     tensors = [path for path, type_ in leaves if _TYPES[type_].startswith("Tensor")]
     cls.NAMES = tuple(names)
     cls.TENSORS = tuple(path.rpartition(".")[2] for path in tensors)

@@ -1,7 +1,7 @@
-"""The seam for calls on tensors that are distributed over ranks.
+"""Handlers of calls on tensors that are distributed over ranks.
 
-`fused_attn.distributed` computes such calls. No other package knows ranks: attention and norms ask
-here, and `fused_attn.distributed` is imported only when it is needed.
+`fused_attn.distributed` computes such calls. Only that package depends on ranks: attention and
+norms look up a handler here, and `fused_attn.distributed` is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Handler(Protocol):
-    """Computes attention calls in place of this process alone."""
+    """Interface of objects that compute attention calls on several ranks."""
 
     def attention(
         self, call: UncheckedAttention, want_lse: bool, named: str | None
@@ -35,12 +35,12 @@ class Handler(Protocol):
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel
-# Imports the two modules below; set by fused_attn/__init__.py, which may import from all layers.
+# Imports the two modules below; set by fused_attn/__init__.py, which may import all layers.
 modules_of_ranks: Any = None
 
 
 def handler_of(tensor: object) -> Handler | None:
-    """Return what computes attention on a query, or None if this process does it alone."""
+    """Return the handler for attention on a query, or None if this process computes it alone."""
     if context is not None or type(tensor) in PLAIN_TYPES:
         return context
     return dtensors() if is_dtensor(tensor) else None
@@ -72,7 +72,7 @@ def tensors_of(mask: Any) -> list[Tensor]:
 
 
 def check_no_dtensors(first: str, tensor: object, **others: object) -> None:
-    """Raise ValueError if an argument is a DTensor, but `tensor`, the argument `first`, is not."""
+    """Raise ValueError if an argument is a DTensor, but `tensor` (the argument `first`) is not."""
     for name, other in others.items():
         if is_dtensor(other):
             got = type(tensor).__name__
@@ -81,7 +81,7 @@ def check_no_dtensors(first: str, tensor: object, **others: object) -> None:
 
 @contextlib.contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
-    """Compute all attention calls of the process by `handler` within the block; None by itself."""
+    """Pass all attention calls of the process to `handler` within the block; None for none."""
     global context
     before, context = context, handler
     try:

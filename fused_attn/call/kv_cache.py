@@ -23,7 +23,7 @@ from fused_attn.masks.memo import recall, recall_on_tensor
 
 CAUSAL = masks.causal("bottom_right")
 NO_GRAD = (
-    "{name} must not require grad: caches are overwritten, so no gradient can go through them; "
+    "{name} must not require grad: caches are overwritten, so no gradient can flow through them; "
     "call decode_attention under torch.no_grad()"
 )
 
@@ -107,7 +107,7 @@ def check_decode_tensors(
     key: Tensor | None,
     value: Tensor | None,
 ) -> None:
-    """Raise ValueError or TypeError unless the tensors of a decoding step fit together.
+    """Raise ValueError or TypeError unless the tensors of a decoding step are compatible.
 
     The batch of the cache is not checked.
     """
@@ -126,7 +126,7 @@ def check_decode_tensors(
     check_same("key_cache", "head_dim", key_cache.shape[3], query.shape[3], "query")
     check_same(
         "value_cache", "shape", tuple(value_cache.shape[:3]), tuple(key_cache.shape[:3]),
-        "key_cache but for the last dimension",
+        "key_cache, except in the last dimension",
     )  # fmt: skip
     check_heads("key_cache", query, key_cache)
     if key is not None and value is not None:
@@ -178,7 +178,7 @@ def checked_cache_lengths(
     least, most = min(values), max(values)
     if least < 0 or most + seqlen_new > capacity:
         raise ValueError(
-            f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
+            f"cache_lengths must be in [0, {capacity - seqlen_new}] (capacity of the cache minus "
             f"{seqlen_new} new positions), got [{least}, {most}]"
         )
     return lengths, (least + seqlen_new, most + seqlen_new)
@@ -248,7 +248,7 @@ def append(update: CacheUpdate) -> None:
 def contiguous_rows(update: CacheUpdate) -> list[Tensor]:
     """Return keys and values of `capacity` rows, (batch, num_heads_kv, capacity, dim).
 
-    Pages are copied up to the longest sequence if the host knows its length. Rows behind the end of
+    Pages are copied up to the longest sequence if the host knows its length. Rows after the end of
     a sequence are not initialized.
     """
     table = update.block_table

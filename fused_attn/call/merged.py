@@ -1,4 +1,4 @@
-"""Merging of partial results of attention over some of the keys each.
+"""Merging of partial attention results, each over some of the keys.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 """
@@ -31,7 +31,7 @@ class MergedOutputs:
 
     @staticmethod
     def of(call: AttentionCall) -> MergedOutputs:
-        """Return an empty sum for partial results of a call, with some of its keys each."""
+        """Return an empty sum for partial results of a call."""
         query = call.query
         shape = (query.shape[0], query.shape[1], query.shape[2], call.value.shape[3])
         return MergedOutputs(shape, statistics_dtype(query.dtype), query.device)
@@ -68,7 +68,7 @@ class MergedOutputs:
         before.copy_(maximum)
 
     def finish(self, dtype: torch.dtype) -> AttentionOutputs:
-        """Return the merged results, as a forward for a backward returns them.
+        """Return the merged results, in the form that a forward returns for a backward.
 
         Args:
             dtype: dtype of out.

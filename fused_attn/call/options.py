@@ -182,7 +182,7 @@ def checked_number(name: str, value: object) -> float:
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):
         if value.requires_grad:
-            raise TypeError(f"{name} must not require grad: no gradient by it is computed")
+            raise TypeError(f"{name} must not require grad: its gradient is not computed")
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"{value.dtype} tensor of shape {tuple(value.shape)}"
             raise TypeError(f"{name} must be a float, got a {got}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
     """Raise ValueError unless cu_seqlens divides rows [0, total) into sequences of valid length.
 
-    Values are checked only if they are readable on the host, so neither on a GPU nor in a graph.
+    Values are checked only if the host can read them, not on a GPU or in a graph.
 
     Args:
         name: name of the argument, for error messages.

@@ -44,7 +44,7 @@ def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None
 
 
 def check_integers(name: str, tensor: object, query: Tensor | None = None) -> None:
-    """Raise TypeError or ValueError unless it is an integer tensor, on the device of query."""
+    """Raise TypeError or ValueError unless a tensor is an integer tensor on query's device."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
         got = getattr(tensor, "dtype", type(tensor).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
@@ -67,7 +67,7 @@ def check_like_query(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_heads(name: str, query: Tensor, key: Tensor) -> None:
-    """Raise ValueError unless dimension 1 of query is a multiple of that of key, which is named."""
+    """Raise ValueError unless the number of heads of `name` divides that of query."""
     num_heads, num_heads_kv = query.shape[1], key.shape[1]
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(

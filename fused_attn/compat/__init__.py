@@ -1,1 +1,1 @@
-"""Other packages' functions on the kernels of this one, under their names and signatures."""
+"""Functions with the names and signatures of other packages, on the kernels of this package."""

@@ -1,7 +1,7 @@
 """Comparison of the arguments of all ranks, before they exchange anything else.
 
-Every call sends one message of constant length, whatever happened to the rank before. So a mistake
-of one rank is an error on all ranks of the group, and no rank waits for another in vain.
+Every call sends one message of constant length, even if the rank has an error. So a mistake on one
+rank is an error on all ranks of the group, and no rank hangs.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class HeadExchange:
 
     Args:
         ranks: the ranks that exchange heads.
-        queries, keys: who holds which positions, of all ranks of the mesh.
+        queries, keys: the positions of each rank, for all ranks of the mesh.
         rank: index of this rank in the whole mesh.
         num_heads, num_heads_kv: of the complete call.
 
@@ -105,7 +105,7 @@ class HeadExchange:
         self._keys = self._queries if keys is queries else _Order(keys, group)
 
     def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all rows of the heads of this rank, in ascending order of their positions."""
+        """Return all rows of this rank's heads, in ascending order of position."""
         q, k = self._queries, self._keys
         return (
             q.ascending(self._to_heads(query, self._heads, q.rows)),
@@ -114,7 +114,7 @@ class HeadExchange:
         )
 
     def returned(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of this rank of all heads: the inverse of `gathered`."""
+        """Return this rank's rows of all heads: the inverse of `gathered`."""
         rows = self._queries.rows
         results = []
         for tensor in (out, lse[..., None]):
@@ -130,7 +130,7 @@ class HeadExchange:
     def _to_heads(
         self, tensor: Tensor, heads: Sequence[range | list[int]], rows: Sequence[int]
     ) -> Tensor:
-        """Send rows of the given heads to each rank, and return the received rows of own heads."""
+        """Send rows of the given heads to each rank; return received rows of this rank's heads."""
         sent = [_of_heads(tensor, own) for own in heads]
         own = len(heads[self._ranks.rank])
         shapes = [(tensor.shape[0], own, count, tensor.shape[3]) for count in rows]

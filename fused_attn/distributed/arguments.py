@@ -38,11 +38,11 @@ class Arguments:
         cu_seqlens: cu_seqlens_q and cu_seqlens_k, or None.
         method: the function to use for a one-dimensional mesh; "auto" selects the one that sends
             fewer bytes.
-        heads: (first head, number of heads) of the given heads in a larger call, whose mask
-            attn_mask is. None means that the call has all heads.
+        heads: (first head, number of heads) of these heads in a larger call, to which attn_mask
+            belongs. None means that the call has all heads.
         backend: name of the backend that the caller requested, or None.
-        error: an error that the caller has found, which is raised on this rank after the others
-            know of it; or None.
+        error: an error that the caller has found, or None. It is raised on this rank after the
+            others have been informed.
     """
 
     query: Tensor
@@ -90,7 +90,7 @@ class Prepared:
         inputs: 4-D tensors with the rows of this rank, and leading dimensions of the results.
         options: validated options.
         spec: mask of all positions and of the heads of the call.
-        shards: who holds which positions.
+        shards: the positions of each rank.
         starts: cumulative lengths of packed sequences, or None.
         heads: as in Arguments, never None.
     """
@@ -112,7 +112,7 @@ class Prepared:
 
 @dataclass
 class _Local:
-    """Arguments that this rank has validated alone."""
+    """Arguments that this rank has validated without communication."""
 
     inputs: Canonical
     options: AttentionOptions
@@ -156,7 +156,7 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
 
 
 def _local(call: Arguments, groups: list[Ranks]) -> _Local:
-    """Validate what this rank can validate without the others."""
+    """Validate everything that this rank can validate without communication."""
     query, key, value = call.query, call.key, call.value
     check_floats({"query": query, "key": key, "value": value})
     query, key, value = autocast(query, key, value)
@@ -237,7 +237,7 @@ def _kind(positions: Positions) -> int:
 def _sharding(
     name: str, local: _Local, of_ranks: list[dict[str, int]], groups: list[Ranks]
 ) -> Sharding:
-    """Return the Sharding of query or key, asking the other ranks for positions if necessary."""
+    """Return the Sharding of query or key, gathering positions from other ranks if necessary."""
     which = ("query", "key").index(name)
     positions = local.positions[which]
     if isinstance(positions, Sharding):

@@ -55,12 +55,12 @@ def ring_attention(
 
     Each rank passes its rows of query, key and value, and receives its rows of out. The result is
     that of one process with the complete sequence, including dropout. Ranks exchange only the keys
-    that their queries attend to, and no mask is too complicated.
+    that their queries attend to. All masks are supported.
 
     All ranks must make the same calls in the same order. Each call begins with a message of a
-    constant size, by which the ranks compare their arguments. The gradient of a learned bias is the
-    part of this rank's queries; add up the ranks, as for any other parameter. There are no second
-    derivatives.
+    constant size, with which the ranks compare their arguments. The gradient of a learned bias is
+    that of this rank's queries; sum it over the ranks, as for any other parameter. Second
+    derivatives are not supported.
 
     Args:
         query: (batch, num_heads, rows, head_dim), the queries of this rank. With cu_seqlens_q,
@@ -151,7 +151,7 @@ def all_to_all_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable(recursive=True, reason="attention of several ranks runs eagerly")
+@torch.compiler.disable(recursive=True, reason="distributed attention runs eagerly")
 def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
     """Return out and lse of the rows of this rank; see `ring_attention`.
 
@@ -163,7 +163,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         NotImplementedError: under torch.func transforms or forward-mode AD.
     """
     if transformed():
-        raise NotImplementedError("distributed attention has no torch.func transforms")
+        raise NotImplementedError("distributed attention does not support torch.func transforms")
     own = prepared(call, groups)
     query, key, value, _, leading = own.inputs
     first, total = own.heads
@@ -238,7 +238,7 @@ def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
 
     Args:
         spec: mask of the heads that this rank computes.
-        shards: who holds which positions, among the ranks that exchange keys and values.
+        shards: the positions of each rank, for the ranks that exchange keys and values.
     """
     rank, dropout = shards.rank, own.options.dropout_p > 0.0
     packed = None if own.starts is None else tuple(map(tuple, own.starts))
@@ -264,9 +264,9 @@ def _cached_on_mask(
 ) -> T:
     """Return make(), or its cached result for the same mask and the same `what`.
 
-    A mask is the same if its numbers are, and its tensors except bias have not been changed; see
-    `masks.memo.recall`. Values must not depend on the bias. A cached value saves time only: whether
-    there is one must not decide if ranks communicate.
+    Two masks are the same if their numbers are equal and their tensors, except bias, are unchanged;
+    see `masks.memo.recall`. Values must not depend on the bias. Caching only saves time: it must
+    not affect whether ranks communicate.
 
     Args:
         what: everything else that the value depends on.

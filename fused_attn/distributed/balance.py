@@ -1,6 +1,6 @@
 """Distribution of positions by the number of keys that they attend to.
 
-A sharding is balanced if no rank has much more work than the mean: all ranks wait for the slowest.
+A sharding is balanced if no rank has much more work than the mean, as all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def balanced(
 
     The result is the first of these that is balanced: consecutive positions, zigzag, and chunks
     that are dealt. Chunks are dealt in descending order of their work, each to one of the ranks
-    with the least work, preferably one that has the keys already. Exchanges of chunks between ranks
-    with much and with little work complete the balance. If all exceed
-    the mean by more than 5 %, the most balanced is returned.
+    with the least work, preferably one that already has the keys. Then ranks with much work
+    exchange chunks with ranks with little. If the largest work exceeds the mean by more than 5 % in
+    all shardings, the most balanced one is returned.
 
     Ranks have equal numbers of rows up to one chunk, as runs in ascending order. Runs begin at
-    multiples of 8 if the length permits it, as suits dropout. The result depends on the arguments
-    only, so all ranks may compute it without communication. It takes O(length) operations, and
+    multiples of 8 if the length permits it, as dropout prefers. The result depends only on the
+    arguments, so all ranks can compute it without communication. It takes O(length) operations, and
     0.5 s for 2^20 positions and 512 ranks (one core of a Zen 5 CPU).
 
     Args:
@@ -72,8 +72,8 @@ def balanced(
         batch: number of sequences that the mask describes; their work is added up. Ignored with
             cu_seqlens.
         num_heads: number of heads that the mask describes.
-        chunk_size: number of positions of a chunk; chunks are then dealt in every case. None means
-            that it is chosen.
+        chunk_size: number of positions per chunk; if given, chunks are always dealt. None selects
+            it automatically.
 
     Raises:
         ValueError: a number is too small, the mask does not fit the length, or chunk_size leads
@@ -149,7 +149,7 @@ def _spec(
 
 
 def _candidates(visible: VisibleKeys, work: Tensor, ranks: int) -> Iterator[tuple[Sharding, bool]]:
-    """Yield shardings, and True if it is not dealt. The first ones send fewest keys, as a rule."""
+    """Yield shardings, and False for dealt ones; earlier ones usually send fewer keys."""
     length = len(work)
     yield Sharding([[run] for run in _parts(length, ranks)]), True
     chunks = _parts(length, 2 * ranks)
@@ -220,7 +220,7 @@ def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Shardin
 
 
 def _assign(deal: _Deal, fixed: int | None) -> None:
-    """Deal all chunks, the one with most work first.
+    """Deal all chunks in descending order of work.
 
     Args:
         fixed: the chunk that is shorter than the others; the last rank, which has most
@@ -237,7 +237,7 @@ def _assign(deal: _Deal, fixed: int | None) -> None:
     for chunk in order:
         begin, end = int(deal.begin[chunk]), int(deal.end[chunk])
         wanted = end - begin
-        # About 8 chunks of keys represent all.
+        # Sample about 8 chunks of keys.
         sample = available[begin : end : max(wanted // 8, 1)]
         missing = wanted * (1.0 - sample.sum(0) / max(len(sample), 1))
         load = np.where(filled < deal.room, deal.load, np.inf)
@@ -258,7 +258,7 @@ def _exchange(deal: _Deal, fixed: int | None) -> None:
     512 ranks) and takes twice the time, as more chunk sizes are tried. With exchanges it is 1.02.
 
     Args:
-        fixed: a chunk that stays where it is.
+        fixed: a chunk that must not move.
     """
     ranks = len(deal.load)
     limit = GOOD * deal.load.sum() / ranks
@@ -315,7 +315,7 @@ def _best_exchange(
 
 
 def _keys_before(deal: _Deal, rank: int) -> Any:
-    """Return how many chunks of keys before each chunk a rank holds or receives, (chunks + 1,)."""
+    """Return, for each chunk, how many earlier key chunks a rank has, (chunks + 1,)."""
     own = deal.held[rank][deal.held[rank] >= 0]
     changes = np.zeros(len(deal.work) + 1, np.int32)
     np.add.at(changes, np.concatenate([deal.begin[own], own]), 1)

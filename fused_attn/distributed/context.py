@@ -66,8 +66,8 @@ def context_parallel(
         mask: mask of the complete sequence for all attention calls: they ignore their attn_mask,
             but apply is_causal. None means that calls must not have an attn_mask, except
             is_causal.
-        method: "ring" exchanges keys and values, "all_to_all" heads; "auto" selects what sends
-            fewer bytes for a call and its mask. Ignored for a two-dimensional mesh.
+        method: "ring" exchanges keys and values, "all_to_all" heads; "auto" selects the one that
+            sends fewer bytes for a call and its mask. Ignored for a two-dimensional mesh.
         load_balancer: "zigzag", "contiguous", "balanced", a Sharding, or a function of (length,
             number of ranks) that returns one. None means "zigzag". "balanced" calls
             `balanced_sharding` with `mask`, which should include the causal mask of the model; the
@@ -173,7 +173,7 @@ def context_parallel_unshard(
         load_balancer: as in context_parallel_shard.
 
     Raises:
-        ValueError: the ranks do not have the rows that load_balancer gives them.
+        ValueError: the ranks do not have the rows that load_balancer assigns to them.
     """
     groups = ranks_of(mesh)
     results = []
@@ -183,7 +183,7 @@ def context_parallel_unshard(
         sharding = _sharding(load_balancer, sum(rows), groups)
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
-            raise ValueError(f"buffers must have {expected} rows by rank, got {rows}")
+            raise ValueError(f"buffers must have {expected} rows on the ranks, got {rows}")
         results.append(_Unshard.apply(buffer, dim, sharding, groups))
     return results
 
@@ -196,7 +196,7 @@ class ContextParallel(ParallelStyle):
 
     Attributes:
         mask: mask of the complete sequence, or None; may be changed between forwards.
-        sharding: who holds which positions; may be changed between forwards.
+        sharding: the positions of each rank; may be changed between forwards.
 
     Args:
         sharding: the Sharding.
@@ -237,7 +237,7 @@ class Calls:
 
     Args:
         groups: the ranks of each dimension of the mesh.
-        sharding: who holds which positions.
+        sharding: the positions of each rank.
         mask, method: as in context_parallel.
     """
 
@@ -275,7 +275,7 @@ class Calls:
         """Compute one call, as a handler of call/handlers.py."""
         error = None
         if isinstance(call.attn_mask, MaskSpec):
-            error = ValueError("attn_mask must not be of packed sequences under context_parallel")
+            error = ValueError("attn_mask must not pack sequences under context_parallel")
         elif call.attn_mask is not None and self._mask is None:
             error = ValueError(
                 "attn_mask must be None under context_parallel, where it would cover the rows of "
@@ -336,12 +336,12 @@ def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
     """Return the size of the sequence dimensions, which must be equal."""
     sizes = {buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)}
     if len(sizes) != 1:
-        raise ValueError(f"buffers must have one length in their sequence dimensions, got {sizes}")
+        raise ValueError(f"buffers must have equal sequence lengths, got {sizes}")
     return sizes.pop()
 
 
 def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Sharding:
-    """Return the Sharding that a load balancer makes."""
+    """Return the Sharding that a load balancer specifies."""
     size = size_of(groups)
     if isinstance(load_balancer, str) and load_balancer not in ("zigzag", "contiguous"):
         raise ValueError(f"load_balancer must be zigzag or contiguous, got {load_balancer!r}")

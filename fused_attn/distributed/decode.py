@@ -54,9 +54,9 @@ def decode_attention(
     """Append new keys and values to a distributed KV cache, and compute attention to all of it.
 
     All ranks pass the same arguments, except that each passes its part of the cache, and all get
-    the same results, bit by bit. Beside a message of constant size, only partial results are
-    exchanged: (head_dim_v + 2) numbers of 4 bytes per query row and rank, whatever the length of
-    the sequence.
+    bitwise equal results. Apart from a message of constant size, only partial results are
+    exchanged: (head_dim_v + 2) numbers of 4 bytes per query row and rank, regardless of the length
+    of the sequence.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim), as in fused_attn.decode_attention.
@@ -65,7 +65,7 @@ def decode_attention(
         value_cache: (batch, num_heads_kv, rows of this rank, head_dim_v).
         cache_lengths: (batch,) integers, the number of cached positions of each sequence before the
             call, in all ranks together.
-        positions: who holds which positions of the cache; its length is the capacity. None means
+        positions: the cache positions of each rank; its length is the capacity. None means
             that ranks hold consecutive positions in their order, as many as their cache has rows.
             With several runs per rank, ranks share the work while sequences are short.
         mesh: one-dimensional DeviceMesh or process group of the ranks; None means all processes.
@@ -140,13 +140,13 @@ def _sizes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> dict[str, i
 
 
 def _checksum_of_lengths(cache_lengths: Tensor | Sequence[int]) -> int:
-    """Return a checksum of cache_lengths; 0 on a GPU, for which it would have to wait."""
+    """Return a checksum of cache_lengths; 0 on a GPU, where reading them would synchronize."""
     if isinstance(cache_lengths, Tensor) and not host_readable(cache_lengths):
         return 0
     return checksum(None, (torch.as_tensor(cache_lengths).to(torch.int64),))
 
 
-_FEW = 8  # new positions up to which `_append` does not wait for a GPU
+_FEW = 8  # new positions up to which `_append` does not synchronize with a GPU
 
 
 def _append(cache: Tensor, new: Tensor, lengths: Tensor, sharding: Sharding, rank: int) -> None:
@@ -213,7 +213,7 @@ def _partial(call: AttentionCall, queries: slice, rows: slice, mask: MaskSpec) -
 
 
 def _merged(ranks: Ranks, own: MergedOutputs, dtype: torch.dtype) -> AttentionOutputs:
-    """Merge the results of all ranks, in their order, so that all ranks get the same bits."""
+    """Merge the results of all ranks in rank order, so that all ranks get equal bits."""
     wide = own.finish(own.dtype)
     message = torch.cat([wide.out, wide.lse[..., None], wide.lse_residual[..., None]], -1)
     received = [torch.empty_like(message) for _ in range(ranks.size)]

@@ -136,7 +136,7 @@ class Sharding:
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory, which an AsyncCollectiveTensor has only after a wait."""
+    """Return a tensor with memory; an AsyncCollectiveTensor has none before it is waited for."""
     return tensor if type(tensor) in PLAIN_TYPES else tensor.clone()
 
 

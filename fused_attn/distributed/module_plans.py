@@ -79,8 +79,8 @@ def _parts(name: str, module: Module) -> Iterator[tuple[str, str]]:
         if child in _PACKED and isinstance(getattr(layer, "weight", None), Tensor):
             raise NotImplementedError(
                 f"{name}.{child} ({type(layer).__name__}) projects query, key and value with one "
-                "weight, whose rows cannot be split without the order of heads in it: replace it "
-                "by three linear layers"
+                "weight, whose rows cannot be split because the order of their heads is unknown: "
+                "replace it with three linear layers"
             )
     yield from _attention(name, module, "", module, "")
     inner, output = getattr(module, "self", None), getattr(module, "output", None)

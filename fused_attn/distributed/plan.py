@@ -67,7 +67,7 @@ class Step:
 
 
 class Plan(NamedTuple):
-    """Everything that a rank does.
+    """Work of a rank in ring attention.
 
     Attributes:
         queries: the pieces of its queries.
@@ -91,7 +91,7 @@ def plan_of(
     """Return the plan of a rank.
 
     Args:
-        queries, keys: who holds which positions; packed rows for packed sequences.
+        queries, keys: the positions of each rank; packed rows for packed sequences.
         rank: the rank.
         visible: lookup of visible keys.
         starts: cumulative lengths of the packed queries and keys, or None.
@@ -155,7 +155,7 @@ def _blocks(
     prefix: bool,
     alignment: int,
 ) -> list[tuple[Piece, Piece]]:
-    """Return the blocks of two ranks: for each pair of pieces, the range of visible keys."""
+    """Return the blocks of queries and keys of two ranks, one for each pair of pieces."""
     blocks = []
     for query, key in itertools.product(queries, keys):
         if query.sequence != key.sequence:

@@ -41,7 +41,7 @@ AHEAD = 4
 
 @dataclass(frozen=True)
 class Ring:
-    """Everything but tensors that ring attention needs.
+    """Arguments of ring attention other than tensors.
 
     Attributes:
         ranks: the ranks that hold the queries and keys.
@@ -104,7 +104,7 @@ class _Ring(Function):
 
 
 class _RingBackward(Function):
-    """The backward of `_Ring`. A Function of its own, so that its derivative is an error."""
+    """The backward of `_Ring`; a separate Function, so that differentiating it is an error."""
 
     @staticmethod
     def forward(
@@ -172,12 +172,12 @@ def _received(
 
 
 def _in_place(step: Step) -> Step:
-    """Return the step of the own keys, with blocks that refer to the rows of this rank."""
+    """Return the step of this rank's keys, with blocks that refer to its rows."""
     return replace(step, blocks=tuple(b._replace(received=b.keys.rows) for b in step.blocks))
 
 
 def _requested(setting: Ring, s: int, key: Tensor, value: Tensor) -> Transfer:
-    """Start to send own keys and values, and to receive those of step s."""
+    """Start to send this rank's keys and values, and to receive those of step s."""
     if s >= len(setting.plan.steps):
         return Transfer(None, None, [])
     step, rank = setting.plan.steps[s], setting.ranks.rank
@@ -261,7 +261,7 @@ class _Gradients:
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     def add_returned(self, step: Step, transfer: Transfer) -> None:
-        """Wait for the gradients of own keys and values from another rank, and add them."""
+        """Wait for the gradients of this rank's keys and values from another rank, and add them."""
         received = transfer.wait()
         if received is not None:
             for sums, added in zip(

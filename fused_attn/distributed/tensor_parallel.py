@@ -1,9 +1,9 @@
 """Tensor parallelism: styles and plans for torch's `parallelize_module`.
 
 `HeadwiseParallel` splits the heads of an attention module over the ranks of a DeviceMesh. Its
-parameters become DTensors, so state dicts, optimizers and FSDP2 handle them as those of torch's own
+parameters become DTensors, so state dicts, optimizers and FSDP2 handle them like those of torch's
 styles. Attention runs on DTensors that are sharded on heads (see ops/dtensors.py): each rank
-computes its heads, with their part of the mask, and drops what a single process would drop.
+computes its heads, with their part of the mask, and drops the same weights as a single process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class HeadwiseParallel(ParallelStyle):
     out_proj, whose results are summed over the ranks. state_dict keys and global shapes do not
     change.
 
-    For an attention module of a Hugging Face model, the style only tells the attention function
-    that the module projects the heads of one rank. Give its projections ColwiseParallel and
-    RowwiseParallel, as `parallelize_plan` does.
+    For an attention module of a Hugging Face model, the style only sets the mesh of its heads for
+    the attention function. Apply ColwiseParallel and RowwiseParallel to its projections, as
+    `parallelize_plan` does.
 
     Args:
         input_layouts: placement of query, key and value; None means Replicate. For
@@ -73,8 +73,8 @@ class HeadwiseParallel(ParallelStyle):
         counts = head_counts(module)
         if counts is None:
             raise TypeError(
-                "HeadwiseParallel must get a fused_attn.nn.MultiheadAttention, or a module with "
-                "head_dim and linear projections of query, key and value, got "
+                "HeadwiseParallel must be applied to fused_attn.nn.MultiheadAttention, or a module "
+                "with head_dim and linear projections of query, key and value, got "
                 f"{type(module).__name__}"
             )
         if device_mesh.ndim != 1:

@@ -20,8 +20,8 @@ def register_with_transformers() -> None:
 def _register(modeling_utils: Any) -> None:
     from fused_attn.integrations import transformers
 
-    # Errors are suppressed, because an incompatible transformers release must still import. A
-    # direct call of `transformers.register()` of this package raises them.
+    # Errors are suppressed, because transformers must remain importable if its release is
+    # incompatible. A direct call of `transformers.register()` of this package raises them.
     with contextlib.suppress(Exception):
         if transformers.NAME not in modeling_utils.ALL_ATTENTION_FUNCTIONS:
             transformers.register()

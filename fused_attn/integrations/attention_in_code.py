@@ -18,15 +18,15 @@ _SDPA = "scaled_dot_product_attention"
 _NOT_READ = sys.stdlib_module_names | {"torch", "fused_attn"}
 
 CALLS_SDPA = (
-    "calls torch.nn.functional.scaled_dot_product_attention: fused_attn.enable() takes it over"
+    "calls torch.nn.functional.scaled_dot_product_attention: fused_attn.enable() patches it"
 )
 BY_HAND = (
-    "has a softmax and two products in its code, as attention written out by hand does: if it is "
+    "has a softmax and two matrix products in its code, like hand-written attention: if it is "
     "attention, torch.compile with fused_attn.compile_pass() fuses it"
 )
 EITHER = (
     "calls torch.nn.functional.scaled_dot_product_attention in one branch, which "
-    "fused_attn.enable() patches, and has attention written out by hand in another, which "
+    "fused_attn.enable() patches, and has hand-written attention in another, which "
     "torch.compile with fused_attn.compile_pass() fuses"
 )
 
@@ -34,8 +34,8 @@ EITHER = (
 def attention_in(module: Module) -> str | None:
     """Return CALLS_SDPA, BY_HAND or EITHER if the code of a module has attention, else None.
 
-    The code is that of `forward` and of the functions that it calls by name, whatever the order of
-    the operations. Whether they belong together, and which branch runs, only a call can tell.
+    The code is that of `forward` and of the functions that it calls by name, in any order of the
+    operations. Whether they belong together, and which branch runs, is known only at run time.
     """
     function = _function(module.forward)
     found = _operations(function, module, {}) if function else Counter()

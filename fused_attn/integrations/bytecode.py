@@ -76,7 +76,7 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 def loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of all globals and attributes that a function loads.
 
-    The operator @ yields "matmul". The value is None where the code does not tell it.
+    The operator @ yields "matmul". The value is None if the code does not determine it.
 
     Args:
         function: a method of `module`, or a function that one calls.

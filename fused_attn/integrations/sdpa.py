@@ -276,7 +276,7 @@ def _fallback_reason(
     if refusals:
         name, reasons = refusals[0]
         return f"{name} {reasons[0]}"
-    return f"backend {wanted_backend()} is asked for"
+    return f"backend {wanted_backend()} is requested"
 
 
 def _below_autograd(*args: Any, **kwargs: Any) -> Tensor:

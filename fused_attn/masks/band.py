@@ -25,7 +25,7 @@ class Band(NamedTuple):
         alibi_from_end: True if ALiBi has the offset key_end - query_end; otherwise `alibi_offset`.
         alibi_offset: constant offset of ALiBi.
         left, right: True if the mask has lengths with padding on that side.
-        queries: True if the mask has lengths of the queries.
+        queries: True if the mask has query lengths.
         lengths: number of padding masks that were combined.
         offset: key_end - query_end if it is known, and equal for all sequences; otherwise None.
     """

@@ -1,4 +1,4 @@
-"""Checksums of masks, by which processes find out that they use the same mask."""
+"""Checksums of masks, with which processes check that they use the same mask."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _FACTOR = 0x5851F42D4C957F2D  # odd; Knuth, MMIX
 def checksum(mask: Mask | None, tensors: Sequence[Tensor | None] = ()) -> int:
     """Return a checksum, in 32 bits, of a mask and of further tensors, such as cu_seqlens.
 
-    It is equal in all processes. Of a tensor that requires grad, only shape and dtype count. The
-    content of a tensor is read once, as long as the tensor does not change; on a GPU, this waits
-    for it.
+    It is equal in all processes. For a tensor that requires grad, only shape and dtype count. The
+    values of a tensor are read once, as long as it does not change; on a GPU, this synchronizes.
     """
     return zlib.crc32(repr((_described(mask), [_described(t) for t in tensors])).encode())
 

@@ -1,8 +1,8 @@
-"""Fields of a MaskSpec: the dimensions of its tensors, and refusal of fields that are not known.
+"""Fields of a MaskSpec: the dimensions of its tensors, and refusal of unknown fields.
 
 Code outside of the kernels that reads a MaskSpec field by field calls `unknown_fields` or
 `refuse_unknown_fields`: masks/restrict.py, intervals.py, band.py, and Triton's spec_args.py. A new
-field is refused there until all of them handle it and KNOWN has it, instead of being ignored.
+field is refused there, instead of ignored, until all of them handle it and KNOWN lists it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refuse_unknown_fields(spec: Any, what: str) -> None:
     """Raise NotImplementedError if a MaskSpec has a field that is not in KNOWN.
 
     Args:
-        what: what cannot be computed without the field, for the message.
+        what: name of the operation that does not support the field, for the message.
     """
     names = unknown_fields(spec)
     if names:

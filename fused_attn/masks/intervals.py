@@ -78,7 +78,7 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
         device: device of the intervals.
 
     Raises:
-        NotImplementedError: the mask has a field that is not known here.
+        NotImplementedError: the mask has an unknown field.
     """
     refuse_unknown_fields(spec, "a block list")
     seqlen_q, seqlen_k = shape[2:]

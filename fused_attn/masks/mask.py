@@ -84,7 +84,7 @@ class Mask:
         if isinstance(other, Tensor):
             made = "bias" if other.is_floating_point() else "dense"
             raise TypeError(
-                f"a Mask and a {_describe(other)} cannot be combined as they are: use "
+                f"a Mask and a {_describe(other)} cannot be combined directly: use "
                 f"mask & masks.{made}(tensor)"
             )
         if not isinstance(other, Mask):
@@ -320,7 +320,7 @@ def dense(mask: Tensor) -> Mask:
     ):
         raise TypeError(
             f"mask must be a bool tensor (True = attend), got {_describe(mask)}"
-            f"{_as_bool(mask) or '; a float mask goes through masks.bias'}"
+            f"{_as_bool(mask) or '; pass a float mask to masks.bias'}"
         )
     return Mask(dense_masks=(mask,))
 
@@ -338,14 +338,13 @@ def bias(mask: Tensor) -> Mask:
         or not mask.is_floating_point()
     ):
         raise TypeError(
-            f"mask must be a float tensor, got {_describe(mask)}; a bool mask goes through "
-            "masks.dense"
+            f"mask must be a float tensor, got {_describe(mask)}; pass a bool mask to masks.dense"
         )
     return Mask(biases=(mask,))
 
 
 def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
-    """Return the Mask that a tensor subclass stands for; plain tensors and others unchanged.
+    """Return the Mask that a tensor subclass represents; other values are returned unchanged.
 
     Args:
         attn_mask: torch's CausalBias, whose memory holds no mask, becomes `causal`.
@@ -363,13 +362,13 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         given: Any = attn_mask
         own = given.seq_len_q, given.seq_len_kv
         if lengths is not None and own != lengths:
-            raise ValueError(f"attn_mask must be a CausalBias of lengths {lengths}, got {own}")
+            raise ValueError(f"attn_mask must be a CausalBias for lengths {lengths}, got {own}")
         is_top_left = given.variant == of_torch.CausalVariant.UPPER_LEFT
         return causal("top_left" if is_top_left else "bottom_right")
     if _decides_its_values(type(attn_mask)):
         raise TypeError(
-            f"attn_mask must be a plain tensor, got {_describe(attn_mask)}, a subclass with its "
-            "own __torch_function__: if its memory holds its values, pass "
+            f"attn_mask must be a plain tensor, got {_describe(attn_mask)}, a subclass that "
+            "overrides __torch_function__: if its values are stored in its memory, pass "
             "attn_mask.as_subclass(torch.Tensor)"
         )
     return attn_mask
@@ -478,7 +477,7 @@ def _as_bool(mask: object) -> str:
     """Return a hint for error messages to call .bool() on an integer mask; "" for other types."""
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         return ""
-    return ": where 1 is to attend and 0 is not, pass its .bool()"
+    return ": if 1 means attend and 0 means mask, pass its .bool()"
 
 
 def _short(value: Any) -> str:

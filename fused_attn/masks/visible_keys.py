@@ -1,4 +1,4 @@
-"""Lookup of the keys that any of some queries attends to, on the host, from intervals of a mask."""
+"""Host-side lookup of the keys that are visible to a range of queries, from mask intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class VisibleKeys:
     For packed sequences, queries and keys are packed rows.
 
     Args:
-        spec: the mask. Tensors on a GPU are copied to the host, which waits for the GPU.
+        spec: the mask. Tensors on a GPU are copied to the host, which synchronizes.
         shape: (batch, num_heads, seqlen_q, seqlen_k), as for `intervals_of`.
     """
 
@@ -34,9 +34,9 @@ class VisibleKeys:
     def work(self) -> Tensor:
         """Number of visible keys of each query, int64 (seqlen_q,), summed over the batch.
 
-        Key masks are counted; a key counts if any head sees it. A dense tensor limits the number
-        of keys of a query, so the count is an upper bound. Documents that are not contiguous count
-        as if they were.
+        Key masks are counted; a key counts if it is visible to any head. A dense tensor limits the
+        number of keys of a query, so the count is an upper bound. Documents that are not contiguous
+        count as if they were.
         """
         begin, end = self._intervals.begin.long(), self._intervals.end.long()
         rest, count = self._intervals.rest, end - begin
@@ -52,7 +52,7 @@ class VisibleKeys:
         return count.sum(0)
 
     def ranges(self, firsts: Any) -> tuple[Any, Any]:
-        """Return for chunks of queries the smallest ranges that contain their visible keys.
+        """Return, for chunks of queries, the smallest ranges that contain their visible keys.
 
         Conditions that intervals cannot express (`Intervals.rest`) are ignored.
 
@@ -112,6 +112,6 @@ class VisibleKeys:
 
 
 def _any_of_key(mask: Tensor, keys: slice) -> Tensor:
-    """Return for each key if any batch element, head and query of a 4-D bool mask sees it."""
+    """Return, for each key, whether a 4-D bool mask leaves it visible to any query."""
     mask = mask if mask.shape[3] == 1 else mask[..., keys]
     return mask.any(0).any(0).any(0)

@@ -59,8 +59,8 @@ class FromTorch(Module):
         name = qualified_name(type(self))
         raise NotImplementedError(
             f"torch.jit.script cannot compile {name}, whose kernels are called from Python: use "
-            "torch.compile or torch.export, or script the model with torch's own modules, which "
-            "restore() of the report of swap_modules brings back"
+            "torch.compile or torch.export, or script the model with torch's modules, which "
+            "SwapReport.restore() puts back"
         )
 
     @classmethod

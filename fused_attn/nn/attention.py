@@ -134,9 +134,9 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     ) -> Tensor:
         """Compute self-attention of a nested tensor, which encoder layers pass in inference."""
         if key_padding_mask is not None:
-            raise ValueError("key_padding_mask must be None where query is a nested tensor")
+            raise ValueError("key_padding_mask must be None if query is a nested tensor")
         if not self.batch_first:
-            raise ValueError("batch_first must be True where query is a nested tensor")
+            raise ValueError("batch_first must be True if query is a nested tensor")
 
         def attend(padded: Tensor, ignored: Tensor) -> Tensor:
             return self.forward(
@@ -228,9 +228,9 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
-                "query, key and value must not be nested tensors, except for one that attends to "
-                "itself with need_weights=False: pad them and pass key_padding_mask, which costs "
-                "no time for padded keys"
+                "query, key and value must not be nested tensors, except in self-attention with "
+                "need_weights=False: pad them and pass key_padding_mask, which costs no time for "
+                "padded keys"
             )
         if query.dim() not in (2, 3):
             raise ValueError(
@@ -250,7 +250,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
                 raise ValueError(f"{name} must have {width} features, got {tuple(tensor.shape)}")
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(
-                f"value must have batch and length of key {tuple(key.shape[:-1])}, "
+                f"value must have the batch and length of key {tuple(key.shape[:-1])}, "
                 f"got {tuple(value.shape[:-1])}"
             )
         batch_dim = 0 if self.batch_first else 1
@@ -443,6 +443,6 @@ def _check_mask_type(name: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = type(mask).__name__
         if isinstance(mask, Tensor):
-            hint = "pass its .bool() where 1 is to ignore, mask == 0 where 1 is to attend"
+            hint = "pass mask.bool() if 1 means ignore, or mask == 0 if 1 means attend"
             got = f"{mask.dtype}: {hint}"
         raise TypeError(f"{name} must be a bool or float tensor, got {got}")

@@ -275,8 +275,8 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                 )
             if not all(is_unmodified(m) for m in (layer, layer.self_attn, layer.multihead_attn)):
                 raise TypeError(
-                    "layers and their attention must have no hooks and no methods of their own, "
-                    "which steps would not call"
+                    "layers and their attention must have no hooks and no overridden methods, "
+                    "because decoding steps do not call them"
                 )
         if memory.dim() != 3:
             raise ValueError(f"memory must have 3 dimensions, got {tuple(memory.shape)}")

@@ -146,7 +146,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Run the layer on a nested tensor, which torch's encoder passes in inference."""
         if src_key_padding_mask is not None:
-            raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
+            raise ValueError("src_key_padding_mask must be None if src is a nested tensor")
         return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
 
 

@@ -191,7 +191,7 @@ def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     input, residual = call.input, call.residual
     if input.dim() == 0 or (residual is not None and residual.shape != input.shape):
-        raise ValueError("input and residual must have one shape (*, columns)")
+        raise ValueError("input and residual must have the same shape (*, columns)")
     if any(t is not None and t.shape != input.shape[-1:] for t in (call.weight, call.bias)):
         raise ValueError("weight and bias must have shape (columns,)")
     _check_dropout(call)
@@ -205,7 +205,7 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
     total, weight, mean, rstd = call.input, call.weight, work.mean, work.rstd
     grads = work.grad_out, work.grad_total
     if total.dim() == 0 or any(t is not None and t.shape != total.shape for t in grads):
-        raise ValueError("total and the gradients must have one shape (*, columns)")
+        raise ValueError("total and the gradients must have the same shape (*, columns)")
     statistics = (rstd,) if call.options.rms else (mean, rstd)
     if any(t.shape != (call.rows,) for t in statistics) or (
         weight is not None and weight.shape != total.shape[-1:]
@@ -231,7 +231,7 @@ def _check_attention(call: AttentionCall) -> None:
         or value.shape[:3] != key.shape[:3]
     ):
         got = [tuple(t.shape) for t in (query, key, value)]
-        raise ValueError(f"query, key and value must fit together, got {got}")
+        raise ValueError(f"query, key and value must have compatible shapes, got {got}")
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
     batch, seqlen_q, seqlen_k = call.sizes()
@@ -259,7 +259,7 @@ def _check_attention(call: AttentionCall) -> None:
 
 def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> None:
     if call.mask.cu_seqlens_q is not None or call.mask.cu_seqlens_k is not None:
-        raise ValueError("packed sequences have no weights: pad them")
+        raise ValueError("weights are not available for packed sequences: pad them")
     _check_attention(call)
     if any(t.shape != call.query.shape[:3] for t in (lse, lse_residual)):
         raise ValueError(f"lse and lse_residual must have shape {tuple(call.query.shape[:3])}")

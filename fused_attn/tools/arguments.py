@@ -1,4 +1,4 @@
-"""Arguments that several commands of `fused-attn` have, their types, and the output as JSON."""
+"""Arguments that several `fused-attn` commands share, their types, and JSON output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def output(text: str) -> Path:
     """Return the path of a file that can be written."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text!r}")
     return path
 
 
@@ -104,7 +104,7 @@ def _strict(value: Any) -> Any:
 
 
 def one_line(message: object) -> str:
-    """Return a message on one line. Exceptions other than argument errors get a type prefix."""
+    """Return an exception's message on one line, with its type unless it is an argument error."""
     text = " ".join(str(message).split())
     if isinstance(message, (ValueError, NotImplementedError)) and text:
         return text

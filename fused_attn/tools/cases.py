@@ -50,7 +50,7 @@ class Shape:
         except ValueError:
             raise ValueError(
                 "shape must be batch,heads,seqlen_q,seqlen_k,head_dim, such as 2,8,512,512,64 or "
-                f"(with fewer heads of keys) 2,8/2,512,512,64, got {text!r}"
+                f"(with fewer key heads) 2,8/2,512,512,64, got {text!r}"
             ) from None
         if min(vars(shape).values()) < 1 or shape.num_heads % shape.num_heads_kv:
             raise ValueError(

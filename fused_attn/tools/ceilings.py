@@ -27,7 +27,7 @@ def cpu_ceilings() -> dict[str, float]:
         of float32 SIMD multiply-adds. "copy" counts the bytes read plus the bytes written per
         second. "read" counts the bytes read per second.
     """
-    from fused_attn import _cpu  # the other tools do without the compiled module
+    from fused_attn import _cpu  # the other tools do not need the compiled module
 
     threads = torch.get_num_threads()
     source = torch.ones(_ELEMENTS)

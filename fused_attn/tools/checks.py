@@ -75,7 +75,7 @@ class Check:
         return classes_of(self.problem())
 
     def reduced(self) -> Check:
-        """Return the check with fewer sequences, heads or rows, for which eager has memory."""
+        """Return the check with fewer sequences, heads or rows, so that eager fits in memory."""
         raise NotImplementedError
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class AttentionCheck(Check):
 
         if self.result == "weights":
             if self.bias or self.packed or self.softcap is not None:
-                raise ValueError("result='weights' goes with masks and dropout only")
+                raise ValueError("result='weights' supports only masks and dropout")
 
             def weights(query: Tensor, key: Tensor, value: Tensor) -> Any:
                 return attention_with_weights(query, key, value, mask, average=True, **options)
@@ -235,14 +235,13 @@ class AttentionCheck(Check):
 class PartialCheck(AttentionCheck):
     """Check of partial results (`AttentionOptions.partial`) over two parts of the keys.
 
-    The parts are merged, and held to the contract of an ordinary call. A partial problem has no
-    class of its own: it has that of the same problem with ordinary results, which a failure rules
-    out.
+    The parts are merged and must satisfy the contract of an ordinary call. Partial problems have no
+    separate class: a failure rules out the class of the same problem with ordinary results.
     """
 
     def call(self, device: torch.device) -> Call:
         if self.packed or self.dropout_p or self.result != "out" or self.bias == "learned":
-            raise ValueError("PartialCheck takes masks, constant biases and softcap only")
+            raise ValueError("PartialCheck supports only masks, constant biases and softcap")
         shape, softcap = Shape.parse(self.shape), self.softcap or 0.0
         sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
         mask = make_mask(self.mask, shape)

@@ -48,7 +48,7 @@ RUNS = 16  # for the expected error of eager attention; a run takes 20 times as 
 
 _PADDING_NOTE = (
     "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
-    "returns them: swap_modules(model, remove_padding=False) keeps the original's numbers there"
+    "returns them: swap_modules(model, remove_padding=False) keeps the original values there"
 )
 
 
@@ -128,7 +128,7 @@ def compare(
             fused = recorder.run(fused_model, copied(args), copied(kwargs))
         del fused_model
         if not swap.swapped and (calls is None or not calls.fused):
-            raise ValueError(f"model must have something that is fused, got nothing: {calls}")
+            raise ValueError(f"model must contain calls that are fused, got none: {calls}")
 
         def run_swapped(layers: bool) -> Tensors:
             swapped_model = copy.deepcopy(model)
@@ -276,7 +276,7 @@ def _check_repeats(
     raise ValueError(
         f"model must give the same outputs each time, got {outputs[0][0]} off by "
         f"{apart[outputs[0]]:.2e} between two runs with eager attention"
-        f"{f' (first apart: {layer})' if layer else ''}: does it draw random numbers? Hand them in "
+        f"{f' (first apart: {layer})' if layer else ''}: does it draw random numbers? Pass them "
         "as inputs, or compare a part of it"
     )
 
@@ -295,7 +295,7 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
     most = IMPLAUSIBLE * math.sqrt(torch.finfo(dtype).eps)
     outputs = {key: t for key, t in truth.items() if key[1] == "output" and key in eager}
     if outputs and not any(t.isfinite().any() for t in outputs.values()):
-        raise ValueError("model must give something finite, got none with eager attention")
+        raise ValueError("model must return finite values, got none with eager attention")
     # Relative to the largest output, because an output may be 0 up to rounding.
     sizes = [contract.errors(torch.zeros_like(t), t)[1] for t in outputs.values()]
     size = max(sizes, default=0.0)

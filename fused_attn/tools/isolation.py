@@ -1,4 +1,4 @@
-"""Worker processes, so that a crash or an illegal memory access on a GPU costs one step only."""
+"""Worker processes, so that a crash or an illegal memory access on a GPU costs only one step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process that runs functions one at a time. It starts on first use, and anew after `stop`.
+    """A process that runs functions one at a time. It starts on first use, and again after `stop`.
 
     Functions, arguments and results are pickled. A function must not raise.
 
     Args:
-        limit: seconds after which a step is given up.
+        limit: time limit of a step, in seconds.
         context: function without arguments that returns a context for all steps.
     """
 

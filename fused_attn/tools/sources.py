@@ -62,9 +62,7 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
         return _from_folder(folder, DEFAULT_BATCH if batch is None else batch, seqlen)
     module, colon, function = source.partition(":")
     if not (module and colon and function) or "/" in source:
-        raise ValueError(
-            f"SOURCE must be a folder that is there, or module:function, got {source!r}"
-        )
+        raise ValueError(f"SOURCE must be an existing folder or module:function, got {source!r}")
     if (batch, seqlen) != (None, None):
         raise ValueError(f"--batch and --seqlen are for a folder: {source} has its own inputs")
     return _from_function(module, function)
@@ -94,7 +92,7 @@ def _from_function(module: str, name: str) -> Source:
 
 def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
     if not (folder / "config.json").is_file():
-        raise ValueError(f"SOURCE must have a config.json, got the folder {str(folder)!r} without")
+        raise ValueError(f"SOURCE must contain config.json, got the folder {str(folder)!r}")
     try:
         import transformers
     except ImportError:

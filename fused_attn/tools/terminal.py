@@ -1,4 +1,4 @@
-"""Tables and a line of progress in plain text; on a terminal, wrong rows are red."""
+"""Plain-text tables and a progress line; on a terminal, wrong rows are red."""
 
 from __future__ import annotations
 

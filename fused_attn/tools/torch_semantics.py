@@ -1,7 +1,7 @@
 """Checks that apply to a backend, above all to one that wraps torch's kernels.
 
 Such a backend (`Backend.wraps_torch`) has torch's semantics for dropout and NaN, and
-torch promises no numerics.
+torch does not specify its accuracy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fused_attn.tools.cases import Shape
 from fused_attn.tools.checks import AttentionCheck, Check
 from fused_attn.tools.contract import Finding
 
-# Errors of torch's kernels may be that many times the contract's limit. On CPUs they reach 1.0
+# Factor by which errors of torch's kernels may exceed the contract's limit. On CPUs they reach 1.0
 # times it. On GPUs they round the weights to 16 bits before the division by their sum, and some
 # multiply float32 as three products of TF32; on an H200 all checks are within this factor.
 TORCH_FACTOR = 4.0

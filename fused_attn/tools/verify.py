@@ -32,7 +32,7 @@ from fused_attn.tools.torch_semantics import adapted, exception, loosened
 MIN_SPEEDUP = 1.05
 # Compiling a kernel for a GPU takes up to two minutes (FlexAttention).
 STEP_SECONDS = 300.0
-MAX_LOST = 3  # processes in a row whose first step failed, after which the GPU is given up
+MAX_LOST = 3  # processes in a row whose first step failed, after which the GPU is no longer used
 
 
 @dataclass
@@ -220,7 +220,7 @@ def against(backend: str) -> list[str]:
 def verify(backend: str, plan: Plan, advance: Callable[[Report], None] = lambda _: None) -> Report:
     """Check and time a backend, and store the verdict, which replaces the previous one.
 
-    On a GPU, checks and timings run in a process of their own, which is replaced if it crashes or
+    On a GPU, checks and timings run in a separate process, which is replaced if it crashes or
     if its GPU context breaks. The verdict is stored again after each class, so that an interrupted
     run keeps its results. A backend that needs no verdict is only checked.
 
@@ -260,7 +260,7 @@ def _runner(report: Report) -> Iterator[Run]:
     """Yield a function that runs a step for a check: run(step, check, *args).
 
     Steps for the CPU run in this process. All others run in a worker process, and a step that ends
-    it fails. If no process can compute any more, the remaining steps fail without being run.
+    it fails. If no process can use the GPU any more, the remaining steps fail without being run.
     """
     backend, device = report.backend, report.device
     verifying = get_backend(backend).verifying
@@ -328,7 +328,7 @@ def _timed_check(check: Check, backend: str, device: torch.device, rounds: int) 
 
 
 def _attempt(trial: Trial, device: torch.device, step: Callable[[], None]) -> None:
-    """Run a step; note in the trial why it failed, if it does."""
+    """Run a step; if it fails, record the reason in the trial."""
     try:
         step()
     except (NotImplementedError, torch.OutOfMemoryError) as error:
@@ -424,4 +424,4 @@ def _first_of_torch(
         if backend.differentiable and name not in verdicts.KERNELS:
             with contextlib.suppress(NotImplementedError):
                 return name, _timed(contract.by(name, call), leaves, training)
-    raise NotImplementedError("no backend of torch operations takes it")
+    raise NotImplementedError("no backend of torch operations supports the call")

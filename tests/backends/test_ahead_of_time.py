@@ -44,7 +44,7 @@ MEASURED_SPILLS = 128
 
 
 def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
-    """Return one mask for each code path that a kernel has for masks."""
+    """Return one mask for each mask code path of a kernel."""
     ids = torch.arange(LENGTH) // 64
     return {
         "causal": masks.causal(),  # no mask is the same kernel
@@ -63,7 +63,7 @@ def attention(
     head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
     partial: bool = False,
 ) -> list[Compiled]:  # fmt: skip
-    """Compile the kernels of forward and backward, or of decoding if seqlen_q is small."""
+    """Compile the forward and backward kernels, or the decode kernels if seqlen_q is small."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
     key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
     value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
@@ -97,7 +97,7 @@ def attention(
 
 
 def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32) -> None:
-    """Assert no spills, little enough shared memory, and matrix instructions in 16 bits."""
+    """Assert no spills, no excess of shared memory, and matrix instructions for 16-bit types."""
     assert kernels
     measured = (arch, dtype.itemsize) == ("sm_90", 2)
     allowed = MEASURED_SPILLS if measured else 0
@@ -111,7 +111,7 @@ def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32
 
 
 def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
-    """Mark all cases but those in `core` as thorough; compiling them all takes half an hour."""
+    """Mark all cases outside `core` as thorough; compiling them all takes half an hour."""
     return [
         pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
     ]

@@ -1,4 +1,4 @@
-"""The choice of a backend is cached for every problem, also for those that kernels refuse."""
+"""The choice of a backend is cached for every problem, including those that kernels refuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.addaudithook(note)  # a hook cannot be removed, so there is one for the modu
 @pytest.mark.parametrize("head_dim", [64, 264, 512])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
-    """head_dim above 256 falls back to torch; package metadata were read in each call."""
+    """Calls with head_dim above 256 fall back to torch and do not read package metadata."""
     query = torch.randn(1, 2, 4, head_dim, requires_grad=requires_grad)
 
     def call():
@@ -41,7 +41,7 @@ def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
 
 
 def test_settings_that_decide_are_not_cached(monkeypatch):
-    """Deterministic algorithms exclude backends; verdicts change what is chosen."""
+    """Deterministic algorithms exclude backends; verdicts change the choice."""
     from fused_attn.backends import AttentionProblem, registry, select
 
     problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)

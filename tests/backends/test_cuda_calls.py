@@ -49,7 +49,7 @@ def kernels_of(call):
     ids=["padding", "documents", "key_mask"],
 )
 def test_cached_masks(mask):
-    """Ranges of ids and tile summaries that a Mask caches serve its other calls."""
+    """Later calls reuse the id ranges and tile summaries that a Mask caches."""
     F.scaled_dot_product_attention(*qkv(), mask)
     tensors = qkv()
     got = F.scaled_dot_product_attention(*tensors, mask)
@@ -80,7 +80,7 @@ def test_report_of_launches(monkeypatch):
 
 
 def test_tensors_that_begin_elsewhere():
-    """A tensor that does not begin at a multiple of 16 bytes gives equal results."""
+    """A tensor that is not aligned to 16 bytes gives equal results."""
     query, key, value = qkv()
     want = F.scaled_dot_product_attention(query, key, value)
     moved = torch.empty(query.numel() + 1, dtype=query.dtype, device=DEVICE)[1:].view_as(query)

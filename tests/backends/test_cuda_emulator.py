@@ -1,4 +1,4 @@
-"""The emulator that tests of the CUDA kernels run on: what it computes, which mistakes it catches.
+"""The emulator that runs the CUDA kernels in tests: its results, and the mistakes it catches.
 
 `make emulator` builds it, with the kernels of tests/cuda_emulator/check_kernels.cpp.
 """
@@ -66,7 +66,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """A product by the kernel, and the same in float64; rows beyond those of a are NaN."""
+    """Return a product by the kernel and in float64; rows past the end of a are NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])
@@ -159,7 +159,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """Return the messages about a mistake for several seeds; none may miss it."""
+    """Return the messages about a mistake for several seeds; every seed must detect it."""
     messages = []
     for seed in range(8):
         settings(seed)

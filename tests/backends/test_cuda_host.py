@@ -110,7 +110,7 @@ def test_errors_say_what_was_called():
 def test_choice():
     problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
     assert CUDA.opt_in_reasons(problem)
-    assert CUDA.unsupported(problem) == ["takes head_dim_v up to 256, not 257"]
+    assert CUDA.unsupported(problem) == ["supports head_dim_v up to 256, not 257"]
     for dims in ((0, 8), (8, 0)):  # rows without addresses
         assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
@@ -119,7 +119,7 @@ def test_choice():
 
 
 def test_tensors_on_other_devices_are_refused():
-    """A kernel with a host pointer would break the CUDA context."""
+    """Host pointers are refused, because a kernel that reads one breaks the CUDA context."""
     on_cpu = torch.zeros(1, 1, 8, 64, dtype=torch.bool)
     fields = {"tensor": on_cpu, "summary": on_cpu.new_empty(1, 1, 1, 1)}
     with pytest.raises(ValueError, match="must be on one device, got one on cpu"):

@@ -1,4 +1,4 @@
-"""Backend "flash": its masks as windows and sequences, on stand-ins for the engines.
+"""Backend "flash": masks as windows and sequences, on stand-ins for the engines.
 
 tests/support/flash_models.py has the signatures and the semantics of the engines, which do not run
 without a GPU. Nothing here measures their numerics.
@@ -21,7 +21,7 @@ from fused_attn.masks.spec import normalize
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Operations on sequences of up to 40 rows are faster without a second thread."""
+    """Use one thread, which is faster for sequences of up to 40 rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,7 +30,7 @@ def one_thread():
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that makes only some engines installed."""
+    """Return a function that makes only the named engines appear installed."""
     yield from installer(monkeypatch)
 
 
@@ -98,14 +98,14 @@ def drawn_packed(number, with_alibi):
 
 
 def results(function, arguments, options, backend, want_lse, gradients):
-    """Return out, lse if wanted, and gradients of a loss on both."""
+    """Return out, lse if requested, and gradients of a loss on both."""
     tensors, rest = arguments[:3], arguments[3:]
     leaves = [t.detach().requires_grad_(gradients) for t in tensors]
     got = function(*leaves, *rest, **options, return_lse=want_lse, backend=backend)
     got = list(got) if want_lse else [got]
     if gradients:
         torch.manual_seed(0)
-        noise = lambda t: torch.randn(t.shape, dtype=t.dtype)  # noqa: E731 - whatever its strides
+        noise = lambda t: torch.randn(t.shape, dtype=t.dtype)  # noqa: E731 - for any strides
         loss = sum((torch.where(t.isfinite(), t, 0.0) * noise(t)).sum() for t in got)
         got += torch.autograd.grad(loss, leaves)
     return [t.detach() for t in got]
@@ -152,7 +152,7 @@ def check(number, engine):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_problems(install, name):
-    """At least 200 masks, padded, packed and neither: out, lse and gradients of the reference."""
+    """At least 200 padded, packed and other calls give the reference's out, lse and gradients."""
     install(name)
     taken = sum(bool(check(number, ENGINES[name])) for number in range(330))
     assert taken >= 200, taken
@@ -160,7 +160,7 @@ def test_random_problems(install, name):
 
 
 def test_order_of_preference(install):
-    """The first installed engine that takes the problem runs."""
+    """The first installed engine that supports the problem runs."""
     query = torch.randn(1, 2, 20, 16, dtype=torch.float64)
 
     def run(*names, **options):

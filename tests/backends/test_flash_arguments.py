@@ -13,7 +13,7 @@ from fused_attn import masks
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that makes only some engines installed."""
+    """Return a function that makes only the named engines appear installed."""
     yield from installer(monkeypatch)
 
 
@@ -36,7 +36,7 @@ def install(monkeypatch):
     ids=str,
 )
 def test_windows(install, name, mask, sizes, expected):
-    """Bands relative to the last query and key, and None or -1, as the engine has it, for none."""
+    """Bands are relative to the last query and key; the engine's None or -1 means no limit."""
     install(name)
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in sizes)
     arguments = query, key, key, mask
@@ -62,7 +62,7 @@ def test_no_key_is_visible(install):
 
 
 def test_rows_stay_in_place(install):
-    """Padding becomes sequences of its own, cached on the mask; no seqused, no gather."""
+    """Padding becomes separate sequences, cached on the mask; no seqused, no gather."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
@@ -108,7 +108,7 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 
 
 def test_one_query(install):
-    """flash-attn 2 turns groups of heads into queries, and then assumes a row for each sequence."""
+    """flash-attn 2 turns head groups into queries, and then assumes one row per sequence."""
     install("flash-attn")
     query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
     got, wanted = (
@@ -144,7 +144,7 @@ def test_deterministic(install):
 
 
 def test_early_flash_attn_3(install, monkeypatch):
-    """Builds without return_attn_probs, which return (out, lse) always."""
+    """Builds without return_attn_probs always return (out, lse)."""
     install("flash-attn-3")
 
     def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):
@@ -174,7 +174,7 @@ def test_second_derivatives_are_an_error(install):
 
 
 def test_sinks(install):
-    """They are added outside, to out and lse."""
+    """Sinks are applied to out and lse after the engine."""
     install("flash-attn")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (3, 9))
     got, wanted = (
@@ -186,7 +186,7 @@ def test_sinks(install):
 
 
 def test_torch_compile(install):
-    """An engine that cannot be traced is refused with the reason: no other kernel runs unasked."""
+    """An engine that cannot be traced is refused with the reason; there is no silent fallback."""
     query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
 
     def attend(query):
@@ -202,7 +202,7 @@ def test_torch_compile(install):
 
 
 def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options):
-    """Causal or full attention over packed rows in torch operations, as one graph."""
+    """Compute causal or full attention over packed rows in torch operations, as one graph."""
     rows = [torch.arange(len(t)) for t in (q, k)]
     ends = [c[1:].contiguous() for c in (cu_seqlens_q, cu_seqlens_k)]
     ids = [torch.searchsorted(e, row, right=True) for e, row in zip(ends, rows, strict=True)]
@@ -216,7 +216,7 @@ def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_graph(install, monkeypatch, dynamic):
-    """Masks with lengths, and their gradients, under torch.compile(fullgraph=True)."""
+    """Masks with lengths compile with fullgraph=True, forward and backward."""
     install("flash-attn")
     module = flash_models.MODULES["flash-attn"]
     monkeypatch.setattr(module, "flash_attn_varlen_func", traceable_varlen)

@@ -15,7 +15,7 @@ from fused_attn import masks
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that makes only some engines installed."""
+    """Return a function that makes only the named engines appear installed."""
     yield from installer(monkeypatch)
 
 
@@ -48,7 +48,7 @@ def decoding(number, name):
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
 def test_decoding(install, name):
-    """flash-attn 2 appends to the cache and reads pages of 256; other calls run on the pass."""
+    """flash-attn 2 appends to the cache and reads pages of 256; other calls use its forward."""
     install(name)
     count = taken = 0
     for number in range(60):

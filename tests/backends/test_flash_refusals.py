@@ -1,4 +1,4 @@
-"""Backend "flash": what it refuses, on which GPUs, and the signatures of its engines."""
+"""Backend "flash": refused calls, supported GPUs, and the signatures of the engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLASH = get_backend("flash")
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that makes only some engines installed."""
+    """Return a function that makes only the named engines appear installed."""
     yield from installer(monkeypatch)
 
 
@@ -45,7 +45,7 @@ def arguments_of(source, name):
 
 @pytest.mark.parametrize("name", flash_models.FILES)
 def test_signatures(name):
-    """The stand-ins have the arguments of the originals, where these are installed."""
+    """The stand-ins have the arguments of the originals that are installed."""
     try:
         original = metadata.distribution(name).locate_file(flash_models.FILES[name]).read_text()
     except (metadata.PackageNotFoundError, FileNotFoundError):
@@ -74,8 +74,8 @@ def test_signature_of_torch():
 # ---- refusals -----------------------------------------------------------------------------------
 
 FA2, FA3, FA4, VARLEN = "flash-attn", "flash-attn-3", "flash-attn-4", "torch.nn.attention.varlen"
-OTHER_MASK = "takes bands, lengths and ALiBi only, not this mask"
-ALIGNED = "takes a top-left band over sequences of different lengths only if it is causal"
+OTHER_MASK = "supports only bands, lengths and ALiBi, not this mask"
+ALIGNED = "supports a top-left band over sequences of different lengths only if it is causal"
 RIGHT_SIDE = "limits the right side of this window to seqlen_k"
 ALIBI = {"mask": "structured", "band": Band(alibi=True), "bias_dtype": torch.float32}
 REFUSED = [
@@ -84,7 +84,7 @@ REFUSED = [
     (FA2, {"dtype": torch.float32}, "has no torch.float32"),
     (FA2, {"dropout": True}, "draws dropout from the engine's generator instead of Philox"),
     (FA2, {"result": "weights"}, "cannot return weights"),
-    (FA2, {"transformed": True}, "has no derivatives under torch.func and in forward mode"),
+    (FA2, {"transformed": True}, "has no derivatives under torch.func or in forward mode"),
     (FA2, {"device": torch.device("xpu")}, "runs on cpu, cuda, not on xpu"),
     (FA2, {"mask": "dense"}, "does not support a bool mask tensor"),
     (FA2, {"mask": "bias", "bias_dtype": torch.bfloat16}, "does not support a float mask tensor"),
@@ -93,7 +93,7 @@ REFUSED = [
     (FA2, {"mask": "structured", "band": Band(3, 9)},
      "does not support a band that masks all keys of the last queries"),
     (FA2, {**ALIBI, "band": Band(alibi=True, alibi_offset=3)},
-     "takes ALiBi aligned with the ends of the sequences only"),
+     "supports ALiBi only if it is aligned with the ends of the sequences"),
     (FA2, {"result": "lse"}, None),
     (FA2, {"result": "lse", "needs_grad": True}, f"{FA2} ignores the gradient of lse"),
     (FA3, {"result": "lse", "needs_grad": True}, f"{FA3} ignores the gradient of lse"),
@@ -101,11 +101,11 @@ REFUSED = [
     (FA4, {"result": "lse", "needs_grad": True}, None),
     (FA2, {"head_dim": 100, "head_dim_v": 100}, None),
     (FA3, {"head_dim": 100, "head_dim_v": 100},
-     f"{FA3} takes head_dim up to 256 in multiples of 8, not 100"),
-    (FA2, {"head_dim": 512, "head_dim_v": 512}, f"{FA2} takes head_dim up to 256, not 512"),
-    (FA2, {"head_dim_v": 32}, f"{FA2} takes equal head_dim and head_dim_v, not 64 and 32"),
+     f"{FA3} supports head_dim up to 256 in multiples of 8, not 100"),
+    (FA2, {"head_dim": 512, "head_dim_v": 512}, f"{FA2} supports head_dim up to 256, not 512"),
+    (FA2, {"head_dim_v": 32}, f"{FA2} needs equal head_dim and head_dim_v, not 64 and 32"),
     (FA4, {"head_dim_v": 32}, None),
-    (FA4, {"head_dim": 12}, f"{FA4} does not take head_dim 12 with head_dim_v 64"),
+    (FA4, {"head_dim": 12}, f"{FA4} does not support head_dim 12 with head_dim_v 64"),
     (VARLEN, {"softcap": True}, f"{VARLEN} has no softcap"),
     (FA2, ALIBI, None),
     (FA2, {"mask": "causal", "seqlen_q": 39}, None),
@@ -190,7 +190,7 @@ def test_gpus(install, monkeypatch, name, capability, taken):
     ],
 )  # fmt: skip
 def test_denylist(install, monkeypatch, capability, sizes, mask, number):
-    """Known defects of flash-attn-4 with gradients; its forward is taken."""
+    """flash-attn-4 is refused with gradients if it has a known defect; its forward is used."""
     known = denylist.DEFECTS
     monkeypatch.undo()
     monkeypatch.setattr(engines, "no_gpu", list)
@@ -210,7 +210,7 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
 
 
 def test_selected_by_name_only():
-    """Opt-in until verified, by a hash that includes the versions of the engines."""
+    """The backend is opt-in until verified; its hash includes the versions of the engines."""
     assert "flash" not in fused_attn.available_backends() or torch.cuda.is_available()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
     assert FLASH.opt_in_reasons(there)

@@ -1,7 +1,7 @@
-"""Backend "flex": its mask and score functions, its values, and what it refuses.
+"""Backend "flex": mask and score functions, results, and refused calls.
 
-The values come from FlexAttention's eager higher-order op, which has gradients on the CPU, and from
-its compiled CPU kernel. tests/backends/test_flex_kernels.py runs its Triton kernels.
+The results come from FlexAttention's eager higher-order op, which has gradients on the CPU, and
+from its compiled CPU kernel. tests/backends/test_flex_kernels.py runs its Triton kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def problem(number):
-    """Return a call with random masks: structured, dense, biased, with ALiBi, packed."""
+    """Return a call with a random mask: structured, dense, bias, ALiBi or packed."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2])
     if number % 4 == 3:
@@ -73,7 +73,7 @@ def at_each_position(function, shape):
 
 @pytest.mark.parametrize("start", range(0, 1000, 200))
 def test_masks_position_by_position(start):
-    """1,000 random masks: mask_mod equals the dense mask, score_mod the terms of the reference."""
+    """For 1,000 random masks, mask_mod and score_mod equal the dense mask and the bias."""
     for number in range(start, start + 200):
         call = problem(number)
         variant, operands = variant_of(call, False)
@@ -120,7 +120,7 @@ def by_eager_op(monkeypatch):
 @pytest.mark.usefixtures("by_eager_op")
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(name):
-    """Out, lse, and the gradients for both, within the numerics contract."""
+    """Out, lse and the gradients of both are within the numerics contract."""
     shape = 2, 4, 2, 45, 53, 16
     mask = MASKS[name](*shape[:2], *shape[3:5])
     function = attention(mask, enable_gqa=True)
@@ -182,7 +182,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forward(name, monkeypatch):
-    """Inductor's CPU kernel: right, blocks are really skipped, and no compilation for values."""
+    """Inductor's CPU kernel is right, skips blocks, and is not recompiled for other values."""
     query, key, value = (t.detach() for t in random_qkv(2, 4, 2, 300, 260, 32).values())
     mask, options = COMPILED[name](), {"enable_gqa": True, "softcap": 20.0}
     if name == "window_padding":  # NaN in padding reaches no result
@@ -214,7 +214,7 @@ def test_compiled_forward(name, monkeypatch):
 
 
 def test_compilations_are_bounded(monkeypatch):
-    """50 shapes with every mask: as on a GPU, about one compilation for each kind of mask."""
+    """50 shapes with every mask need about one compilation for each kind of mask."""
     compile_, count = torch.compile, []
 
     def backend(graph, inputs):
@@ -264,10 +264,10 @@ def test_operands_are_cached_by_device():
         ({"mask": "bias", "bias_dtype": torch.float32, "learned_bias": True}, None),
         ({"softcap": True, "result": "lse", "needs_grad": True, "packed": True}, None),
         ({"dropout": True}, "has no dropout"),
-        ({"head_dim": 8, "head_dim_v": 8}, "takes head_dim from 16, not 8"),
-        ({"head_dim": 512}, "takes head_dim up to 256, not 512"),
+        ({"head_dim": 8, "head_dim_v": 8}, "needs head_dim of at least 16, not 8"),
+        ({"head_dim": 512}, "supports head_dim up to 256, not 512"),
         ({"dtype": torch.float64}, "has no torch.float64"),
-        ({"transformed": True}, "has no derivatives under torch.func and in forward mode"),
+        ({"transformed": True}, "has no derivatives under torch.func or in forward mode"),
         ({"result": "weights"}, "cannot return weights"),
         ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
         ({"device": CPU, "needs_grad": True}, "has no gradients on the CPU"),
@@ -335,7 +335,7 @@ def test_without_positions():
 
 
 def test_selected_by_name_only():
-    """On the CPU, and on a GPU where it is not verified, other backends are the default."""
+    """On the CPU, and on a GPU on which flex is not verified, other backends are the default."""
     query = torch.randn(1, 2, 40, 16)
     assert "flex" in fused_attn.available_backends()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
@@ -358,7 +358,7 @@ def large(**properties):
 
 
 def test_default_in_place_of_large_scores():
-    """flex runs what would materialize the scores, unless it refuses; small scores stay eager."""
+    """flex runs calls that would materialize large scores, if it can; others stay eager."""
     for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
         assert registry.choose(problem)[0].name == "flex"
         assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
@@ -382,7 +382,7 @@ def test_not_the_default_where_it_was_found_wrong(monkeypatch):
 
 
 def test_large_scores_are_counted():
-    """From the sizes of the call, on devices other than the CPU, where SDPA has no kernel."""
+    """Large scores are detected from sizes, for calls that torch's SDPA does not support."""
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
@@ -395,7 +395,6 @@ def test_large_scores_are_counted():
 
 
 def test_warning_of_the_default():
-    """It is shown once, and says that kernels are compiled."""
     assert "compiles a kernel" in get_backend("flex").fallback_warning("cuda")
 
 
@@ -420,7 +419,7 @@ def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
 
 
 def test_verification_refuses_what_cannot_be_compiled(monkeypatch):
-    """Otherwise the results of eager attention would be found right."""
+    """Verification must not judge the results of the eager fallback."""
 
     def fails(*arguments):
         raise TorchDynamoException("no kernel")

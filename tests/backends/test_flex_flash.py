@@ -1,4 +1,4 @@
-"""Backend "flex_flash", without a GPU: what it refuses, and that torch packs our masks.
+"""Backend "flex_flash", without a GPU: refused calls, and masks that torch packs into words.
 
 FlashAttention-4 evaluates a mask function for 32 keys at once on Blackwell if torch's analysis
 finds that it is a union of intervals of keys.
@@ -46,8 +46,8 @@ def _hopper(monkeypatch):
         ({"result": "lse", "needs_grad": True}, "has no gradient of lse"),
         ({"learned_bias": True, "mask": "bias"}, "has no gradient of a bias"),
         ({"dtype": torch.float32}, "has no torch.float32"),
-        ({"head_dim": 20}, "takes head_dim in multiples of 8 up to 128, not 20"),
-        ({"head_dim_v": 192}, "takes head_dim_v in multiples of 8 up to 128, not 192"),
+        ({"head_dim": 20}, "supports head_dim in multiples of 8 up to 128, not 20"),
+        ({"head_dim_v": 192}, "supports head_dim_v in multiples of 8 up to 128, not 192"),
         ({"dropout": True}, "has no dropout"),
     ],
     ids=str,
@@ -85,7 +85,7 @@ def test_not_available_without_the_package():
 
 
 def operands_of(mask, batch):
-    """Return variant and operands of a mask; "packed" is three packed sequences, causal."""
+    """Return variant and operands of a mask; "packed" is three causal packed sequences."""
     query = torch.empty(batch, 2, 300, 16)
     if mask == "packed":
         starts = torch.tensor([0, 100, 150, 300])
@@ -110,7 +110,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_torch_packs_the_mask(name):
-    """Each kind of interval: two bounds, which torch turns into one word for 32 keys."""
+    """torch turns the two bounds of each kind of interval into one word for 32 keys."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V

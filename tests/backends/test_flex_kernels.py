@@ -1,7 +1,7 @@
-"""FlexAttention's Triton kernels, generated for a pretended H100 and run without one.
+"""FlexAttention's Triton kernels, generated for a simulated H100 and run without one.
 
-They are what the backend "flex" runs on a GPU. Triton's interpreter runs them on the CPU, with our
-operands and block lists; its compiler makes code for sm_90 of them. The hooks into Inductor are
+The backend "flex" runs these kernels on a GPU. Triton's interpreter runs them on the CPU, with our
+operands and block lists; its compiler compiles them for sm_90. The hooks into Inductor are
 private, so the tests run with the versions of torch and Triton that they were written for.
 """
 
@@ -33,7 +33,7 @@ BIAS = "bias"
 
 
 def draw(*size):
-    """Draw numbers that are exact in 16 bits."""
+    """Draw numbers that 16-bit types represent exactly."""
     return exact_in_16_bits(torch.randn(size, generator=GENERATOR)).float()
 
 
@@ -146,13 +146,13 @@ PROBLEMS = {
 
 
 def names(*quick):
-    """Return the names of the problems; all but `quick` run in the thorough suite."""
+    """Return the problem names; those not in `quick` run only in the thorough suite."""
     return [n if n in quick else pytest.param(n, marks=pytest.mark.thorough) for n in PROBLEMS]
 
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """Function from the name of a problem to its generated code."""
+    """Return a function that maps the name of a problem to its generated code."""
     folder = tmp_path_factory.mktemp("lowered")
     found = {}
 
@@ -166,7 +166,7 @@ def lowered(tmp_path_factory):
 
 @pytest.mark.parametrize("name", names("window_lengths", "gqa_softcap_bias", "packed_alibi"))
 def test_values_and_gradients(name, lowered, tmp_path):
-    """Out, lse and all gradients of the kernels that a GPU runs are within the contract."""
+    """Out, lse and all gradients of the GPU kernels are within the contract."""
     problem = PROBLEMS[name]
     results = interpret([lowered(name)], [problem.to_run()], tmp_path)[0]
     got = problem.named(results)
@@ -186,7 +186,7 @@ def test_other_sizes(lowered, tmp_path):
 
 
 def test_the_blocks_decide(lowered, tmp_path):
-    """A wrong list changes the results: skipped blocks, and partial ones taken for full ones."""
+    """Wrong block lists change the results: skipped blocks, and partial blocks listed as full."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     no_keys, no_queries, swapped = list(tensors), list(tensors), list(tensors)
@@ -215,7 +215,7 @@ def test_nan_behind_sequences(lowered, tmp_path):
 
 
 def test_graphs_of_torch_compile(tmp_path):
-    """On an H100, a backend is chosen while tracing; cuDNN is off around a masked call that trains.
+    """On an H100, tracing selects a backend, and cuDNN is off for masked calls with gradients.
 
     softcap has no kernel in torch's SDPA, so eager attention computes it.
     """
@@ -230,7 +230,7 @@ def test_graphs_of_torch_compile(tmp_path):
 
 @pytest.mark.parametrize("name", names("window_lengths"))
 def test_compiles_for_hopper(name, lowered):
-    """Each kernel compiles to sm_90, with its matrix instructions and within shared memory."""
+    """Each kernel compiles for sm_90, uses matrix instructions, and fits into shared memory."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("reason: interpreted kernels are not compiled")
     from triton_compiler import SHARED_LIMITS, compile_source

@@ -158,7 +158,7 @@ def test_masks_of_another_type():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_second_order_is_as_that_of_torch(is_causal):
-    """The error of a second derivative names torch's kernel."""
+    """The error for a second derivative names torch's kernel."""
     leaves = qkv()
     for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
         out = by("sdpa", lambda f=function: f(*leaves, is_causal=is_causal))

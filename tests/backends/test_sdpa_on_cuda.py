@@ -19,7 +19,7 @@ from fused_attn.backends import AttentionProblem, denylist, get_backend, sdpa
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lse_on_cuda(is_causal, monkeypatch):
-    """On CUDA, lse comes from torch's flash attention, shown with fake tensors."""
+    """On CUDA, lse comes from torch's flash attention; fake tensors show it."""
     flash, given = torch.ops.aten._scaled_dot_product_flash_attention, []
 
     def noted(query, key, value, *options, scale):
@@ -42,12 +42,12 @@ def test_lse_on_cuda(is_causal, monkeypatch):
     [
         ({}, None),
         ({"mask": "causal"}, None),
-        ({"mask": "causal", "seqlen_k": 47}, "aligns causal masks otherwise"),
-        ({"mask": "causal", "seqlen_q": 0, "seqlen_k": 0}, "aligns causal masks otherwise"),
+        ({"mask": "causal", "seqlen_k": 47}, "aligns causal masks differently"),
+        ({"mask": "causal", "seqlen_q": 0, "seqlen_k": 0}, "aligns causal masks differently"),
         ({"mask": "dense"}, "cannot return lse with a mask on cuda"),
-        ({"dtype": torch.float32}, "cannot return lse of torch.float32 on cuda"),
-        ({"head_dim": 36, "head_dim_v": 36}, "cannot return lse of head_dim 36 on cuda"),
-        ({"head_dim_v": 40}, "cannot return lse where head_dim_v is not head_dim"),
+        ({"dtype": torch.float32}, "cannot return lse for torch.float32 on cuda"),
+        ({"head_dim": 36, "head_dim_v": 36}, "cannot return lse for head_dim 36 on cuda"),
+        ({"head_dim_v": 40}, "cannot return lse if head_dim_v differs from head_dim"),
         ({"dropout": True}, "cannot return lse with dropout"),
         ({"needs_grad": True}, "has no gradient of lse"),
     ],
@@ -62,8 +62,7 @@ def test_what_has_lse_on_cuda(properties, reason):
 
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
 def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
-    """On CUDA torch pads head_dim to a multiple of 8, and its kernels see that many columns; some
-    want as many heads of keys."""
+    """On CUDA, torch pads head_dim to a multiple of 8; some of its kernels do not support GQA."""
     kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
@@ -92,7 +91,7 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 4, 33, 1), (33, 1), (1,), (3, 1, 33, 47)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_masks_are_dense_in_keys(shape, transposed):
-    """torch's memory-efficient kernel raises otherwise: last dimension must be contiguous."""
+    """The last dimension is contiguous, as torch's memory-efficient kernel requires."""
     mask = torch.rand(shape) < 0.5
     mask = mask.mT.contiguous().mT if transposed and len(shape) > 1 else mask
     dense = sdpa._dense_in_keys(mask, 47)
@@ -106,9 +105,9 @@ def test_masks_are_dense_in_keys(shape, transposed):
 
 
 def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True):
-    """Return whether cuDNN is enabled while torch's function runs on CUDA tensors.
+    """Return True if cuDNN is enabled while torch's function runs on CUDA tensors.
 
-    Without a GPU: they are stand-ins, as autograd cannot record operations on CUDA tensors there.
+    Stand-ins replace the tensors, because autograd cannot record CUDA operations without a GPU.
     """
     flags = []
 
@@ -129,7 +128,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
 
 
 def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
-    """Its gradient of query can be NaN: https://github.com/pytorch/pytorch/issues/196678."""
+    """cuDNN's gradient of query can be NaN: https://github.com/pytorch/pytorch/issues/196678."""
     masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
     assert not cudnn_is_enabled(monkeypatch, masked)
     assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)
@@ -140,7 +139,7 @@ def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
 
 
 def test_cudnn_without_a_mask_tensor(monkeypatch):
-    """It is left out for one query with gradients only."""
+    """Without a mask tensor, cuDNN is disabled only for a single query with gradients."""
     for arguments in (sdpa.TorchArguments(), sdpa.TorchArguments(is_causal=True)):
         assert cudnn_is_enabled(monkeypatch, arguments)
         assert not cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1)
@@ -159,7 +158,7 @@ def test_cudnn_without_a_mask_tensor(monkeypatch):
     ids=str,
 )
 def test_denylist(capability, version, denied, monkeypatch):
-    """An entry holds for versions and architectures, and names its source."""
+    """A denylist entry applies to versions and architectures, and names its source."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "__version__", version)
@@ -179,7 +178,7 @@ def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):
 
 
 def test_cudnn_under_compile(monkeypatch):
-    """The graph switches cuDNN off around torch's function; other kernels stay as they are set."""
+    """The graph disables cuDNN around torch's function; settings of other kernels stay."""
     monkeypatch.setattr(sdpa, "_cudnn_is_denied", lambda *tensors: True)
     nodes = []
 

@@ -1,4 +1,4 @@
-"""Triton norms of rows that are processed in several chunks."""
+"""Triton norms of rows that take several chunks."""
 
 from __future__ import annotations
 

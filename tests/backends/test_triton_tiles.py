@@ -114,7 +114,7 @@ def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N
     ids="-".join,
 )
 def test_columns_of_tiles_agree_with_rows(names):
-    """The backward passes over keys and over queries classify tiles alike."""
+    """The backward kernels for dK/dV and for dQ classify tiles alike."""
     block_m, block_n = 16, 32
     mask = combined(names, SHAPE).to(DEVICE)
     spec = normalize(mask, *SHAPE, torch.empty(0, device=DEVICE))

@@ -1,4 +1,4 @@
-"""Verdicts: classes of problems, the selection by them, and invalid files."""
+"""Verdicts: classes of problems, selection by verdict, and invalid files."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_choice_is_by_class(stand_in):
     assert select(problem(mask="causal", dropout=True)) is stand_in
     for unseen in ({"mask": "dense"}, {"needs_grad": True}, {"softcap": True}, {"seqlen_q": 200}):
         assert select(problem(**unseen)) is not stand_in
-        assert "did not look at attention float32" in only_reason(stand_in, problem(**unseen))
+        assert "did not check attention float32" in only_reason(stand_in, problem(**unseen))
     verdicts.forget(["stand_in"])
     assert select(PROBLEM) is not stand_in
 
@@ -168,7 +168,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
 
 
 def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
-    """A stored verdict does not send the calls that torch computes through validation."""
+    """With a stored verdict, calls that torch computes still skip validation."""
     stored()
     monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
@@ -183,7 +183,7 @@ def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
 def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
-    """A call must not be selected for twice with different results."""
+    """Both selections for a call must give the same backend."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(needs_grad)
@@ -339,7 +339,7 @@ def test_a_file_of_another_machine_is_not_used(stand_in):
     assert only_reason(stand_in) == verdicts.BY_NAME_ONLY
     foreign.rename(stored())
     verdicts.read_again()
-    assert "is not of this machine" in only_reason(stand_in)
+    assert "is for another machine" in only_reason(stand_in)
 
 
 @pytest.mark.parametrize("name", ["driver", "torch", "triton", "fused_attn", "kernels"])
@@ -483,7 +483,7 @@ def test_registry_asks_in_order(stand_in):
 
 
 def test_the_driver_without_its_file(monkeypatch):
-    """Containers may hide /proc/driver; the driver's library tells then, with every torch."""
+    """If a container hides /proc/driver, the driver's library gives the version."""
 
     class Library:
         def cuDriverGetVersion(self, version):  # noqa: N802

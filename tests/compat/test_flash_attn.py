@@ -1,4 +1,4 @@
-"""fused_attn.compat.flash_attn against plain formulas in float64."""
+"""fused_attn.compat.flash_attn, compared with plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, HEADS_KV, DIM = 4, 2, 8
 
 
 def expected(q, k, v, causal=False, window_size=(-1, -1), alibi_slopes=None, softcap=0.0):
-    """Attention of (batch, seqlen, heads, dim) in float64, with all scores."""
+    """Compute attention of (batch, seqlen, heads, dim) in float64, with all scores at once."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -49,7 +49,7 @@ def qkv(seqlen_q, seqlen_k):
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request):
-    """Return query, key and value, and the arguments of flash-attn that decide about the mask."""
+    """Return query, key and value, and the arguments of flash-attn that define the mask."""
     causal, window_size, alibi, softcap, lengths = request.param
     slopes = torch.rand(HEADS) if alibi else None
     names = {"causal": causal, "window_size": window_size}
@@ -101,7 +101,7 @@ def test_pages_and_used_rows(case):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_cache(case, paged):
-    """New keys, padding on the left, and rows of the cache in another order."""
+    """New keys, left padding and reordered cache rows give the right result."""
     (q, _, _), mask = case
     q, (new_k, new_v) = q[:, :4], torch.randn(2, 2, q[:, :4].shape[1], HEADS_KV, DIM)
     k_cache, v_cache = torch.randn(2, 5, 16, HEADS_KV, DIM)
@@ -123,7 +123,7 @@ def test_cache(case, paged):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_in_the_cache(causal, interleaved):
-    """Pairs of features as complex numbers, multiplied by exp(i * angle * position)."""
+    """Rotate pairs of features, as complex numbers times exp(i * angle * position)."""
     angles = torch.arange(16)[:, None] * torch.tensor([1.0, 0.3, 0.1])
     cache, new, q = (
         torch.randn(2, 2, 16, 2, DIM),
@@ -208,7 +208,7 @@ def test_no_argument_is_ignored():
 
 
 def test_signatures():
-    """Positional arguments in the order of flash-attn 2.8."""
+    """Positional arguments have the order of flash-attn 2.8."""
     order = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     names = [*inspect.signature(flash_attn.flash_attn_func).parameters]
     assert names[3:11] == [*order.split(), "return_attn_probs"]

@@ -1,4 +1,4 @@
-"""Ranks that the tests of distributed attention share."""
+"""Fixture of the ranks that all distributed tests share."""
 
 from __future__ import annotations
 

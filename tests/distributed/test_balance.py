@@ -1,4 +1,4 @@
-"""Distribution of positions by their work."""
+"""Balanced distribution of positions over ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask
 
 
 def test_all_processes_compute_the_same():
-    """The seed of hashes and the number of threads have no effect."""
+    """The hash seed and the number of threads have no effect."""
     here: dict[str, str] = {}
     exec(SCRIPT, here)  # with all threads
     command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]

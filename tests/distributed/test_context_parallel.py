@@ -1,4 +1,4 @@
-"""Models whose sequences are distributed over four ranks, against one process in float64."""
+"""Models with sequences distributed over four ranks match one process in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = {
 
 
 def expected(mask):
-    """Return logits, loss and gradients of one process; a patch passes the mask to the calls."""
+    """Return logits, loss and gradients of one process, with the mask patched into the calls."""
     model = model_of(False)
     tokens, labels, positions = batch_of(LENGTH)
 
@@ -119,7 +119,7 @@ def test_unshard_is_differentiable(mesh, ranks):
     ("case", "expected_message"),
     [
         ("view", "buffers must not be a view"),
-        ("lengths", "buffers must have one length"),
+        ("lengths", "buffers must have equal sequence lengths"),
         ("balancer", "load_balancer must distribute 16 positions over 4 ranks"),
         ("mask", "attn_mask must be None under context_parallel"),
         ("rows", "key must have 4 rows on rank"),
@@ -133,14 +133,14 @@ def test_errors_on_every_rank(case, expected_message, ranks):
 
 
 def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
-    """transformers builds masks from position_ids on ranks with the start of a document only."""
+    """transformers builds masks from position_ids only on ranks where a document starts."""
     for rank, message in enumerate(ranks.run(message_of, "mask of one rank")):
         assert ("attn_mask must be None" if rank == 2 else "rank 2 are invalid") in message
 
 
 @pytest.mark.parametrize(("mode", "dropout"), [("", False), ("compile", False), ("", True)])
 def test_context_tensor_and_data_parallel(mode, dropout, ranks):
-    """One training step on 2 x 2 ranks is that of one process, with dropout of attention too."""
+    """A training step on 2 x 2 ranks equals that of one process, also with attention dropout."""
     mask = MASKS["window"] if dropout else masks.causal() & masks.documents(torch.arange(13) // 5)
     model = transformer().train(dropout)
     for layer in model.layers:

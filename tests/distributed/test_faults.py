@@ -39,7 +39,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(mistake, kind, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_may_have_empty_caches(kind, ranks):
-    """A rank communicates in every call, whether values derived from a mask are cached or not."""
+    """A rank communicates in every call, even if values derived from a mask are cached."""
     assert ranks.run(with_cold_caches, kind) == [True] * 4
 
 

@@ -37,7 +37,7 @@ def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
 
 
 def numbers(count, most):
-    """Return the numbers of random problems; those from `count` to `most` are thorough."""
+    """Return the indices of random problems; those from `count` to `most` are thorough."""
     return [
         *range(count),
         *(pytest.param(n, marks=pytest.mark.thorough) for n in range(count, most)),
@@ -174,7 +174,7 @@ def test_pieces_end_with_their_sequence():
     ids=["causal", "window", "documents", "none"],
 )
 def test_only_visible_keys_are_received(mask, most):
-    """Contiguous shards receive at most this share of the keys of other ranks."""
+    """Contiguous shards receive only a limited share of the other ranks' keys."""
     length, ranks = 1024, 8
     spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
     sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))

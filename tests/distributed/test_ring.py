@@ -1,4 +1,4 @@
-"""Ring and all-to-all attention on four ranks, against one process."""
+"""Ring and all-to-all attention on four ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_pairs_of_masks(first, second, ranks):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [(10, 3), (0, 0)])
 def test_ranks_without_visible_keys(lengths, method, ranks):
-    """Only the first rank has visible keys, or no rank has."""
+    """Visible keys are on the first rank only, or on no rank."""
     mask = masks.padding(torch.tensor(lengths), torch.tensor(lengths))
     sharding = Sharding.contiguous(LENGTH, RANKS)
     name, mesh = METHODS[method]
@@ -145,7 +145,7 @@ def test_gradient_of_a_bias(shape, per_head, method, ranks):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("number", range(5))
 def test_dropout(number, method, ranks):
-    """A sharded call drops the same weights as one process, wherever the shards begin."""
+    """A sharded call drops the same weights as one process, regardless of shard boundaries."""
     dtype = one_of(torch.float32, torch.bfloat16, number)
     softcap = one_of(None, 5.0, number // 2)
     mask = MASKS["window"](BATCH, HEADS, LENGTH, LENGTH)
@@ -190,7 +190,7 @@ def test_two_runs_are_equal_bit_by_bit(method, ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_number_of_steps_in_flight(method, ranks):
-    """It affects when messages are sent, but no bit of the results."""
+    """The number of steps in flight does not change any bit of the results."""
     tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
     given = [*tensors.values(), None]
     grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])

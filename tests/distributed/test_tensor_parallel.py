@@ -1,4 +1,4 @@
-"""Tensor parallelism on gloo: the results of shards are those of one process."""
+"""Tensor parallelism on gloo gives the results of one process."""
 
 from __future__ import annotations
 

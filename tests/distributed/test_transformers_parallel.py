@@ -1,4 +1,4 @@
-"""A Llama of transformers whose packed rows are distributed over ranks, by hand and by Trainer."""
+"""A transformers Llama with packed rows distributed over ranks, manually and by Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWAPS = pytest.mark.parametrize("swap", [False, True], ids=["sdpa", "swapped"])
     ],
 )
 def test_training_steps(checkpoint, method, swap, ranks):
-    """Losses and gradients are those of one process that computes each document separately."""
+    """Losses and gradients equal those of one process that computes each document separately."""
     expected = steps_of_one(swap)
     for result in ranks.run(steps_of_rank, swap, checkpoint, method):
         assert len(result) == STEPS
@@ -38,7 +38,7 @@ def test_training_steps(checkpoint, method, swap, ranks):
 @SWAPS
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_trainer(accumulated, swap, ranks, tmp_path):
-    """Losses and weights are those of a Trainer in one process.
+    """Losses and weights equal those of a Trainer in one process.
 
     transformers computes the loss in float32, so the losses agree to its precision.
     """

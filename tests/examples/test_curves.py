@@ -1,4 +1,4 @@
-"""Loss curves of two backends, judged against float64, on a model that trains in no time."""
+"""Loss curves of two backends, compared with float64, on a tiny model."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_loss_of_a_row_is_that_of_separate_documents():
 
 
 def test_sent_bytes():
-    """Documents within one process send nothing; a longer one sends what a causal mask needs."""
+    """Documents on one rank send nothing; longer ones send the keys that a causal mask needs."""
     size = 3 * gpt_model.NUM_LAYERS * gpt_model.NUM_HEADS_KV * 2 * gpt_model.HEAD_DIM * 4 / 1e6
     for documents, rows in (([8], 4), ([4, 4], 0), ([3, 3, 2], 1)):
         ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]

@@ -1,4 +1,4 @@
-"""examples/rnn.py: attention by hand, padding, and decoding a token at a time."""
+"""examples/rnn.py: hand-written attention, padding, and decoding one token at a time."""
 
 from __future__ import annotations
 

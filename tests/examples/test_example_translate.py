@@ -58,7 +58,7 @@ def test_split_has_no_leak():
     ]
     assert not keys[0] & keys[1]
     assert sorted(train + held_out) == sorted(pairs)
-    # Whatever is chosen, groups stay together.
+    # Groups stay together for every choice.
     for share in (0.3, 0.5, 0.7):
         for part in data.split_pairs(pairs, share):
             english = {pair[0] for pair in part}
@@ -83,7 +83,7 @@ def test_batches(corpus):
         assert (batch.target[:, 0] == BOS).all()
         for side in batch:
             assert len(batch.source) == 1 or side.numel() <= translation.MAX_TOKENS
-            # <eos> once, and nothing but padding behind it
+            # <eos> once, followed only by padding
             assert torch.equal((side == EOS).cumsum(1) - (side == EOS).long(), (side == PAD).long())
     decode = corpus.tokenizer.decode_batch
     epoch = batches[: len(batches) // 2]
@@ -105,7 +105,7 @@ def test_loss_is_the_formula():
 
 
 def test_mean_loss_counts_tokens(corpus):
-    """The mean loss weights batches by their number of tokens."""
+    """The mean loss weights each batch by its number of tokens."""
     torch.manual_seed(0)
     model = translate.Translator(corpus.tokenizer.get_vocab_size(), True, d_model=16, num_heads=2)
     pairs = sorted(corpus.train, key=lambda pair: len(pair[0]))[-12:]

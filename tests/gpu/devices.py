@@ -28,7 +28,7 @@ def named(backend: str) -> str | None:
 
 
 def by_torch(backend: str) -> bool:
-    """Return True if torch's kernels compute calls on a backend, as far as they support them."""
+    """Return True if torch's kernels compute the calls that they support on a backend."""
     return backend == "sdpa" or (backend == DEFAULT and ON_GPU)
 
 

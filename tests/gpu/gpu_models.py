@@ -34,7 +34,7 @@ def results(module, args, kwargs, dtype, device):
 
 
 def findings_of(got, eager, truth, rerun=None):
-    """Return contract findings, except of key biases, whose gradient is 0 but for rounding."""
+    """Return contract findings, except for key biases, whose gradient is 0 up to rounding."""
     expected = Expected(lambda _: rerun(), truth, torch.float32) if rerun else None
     return [
         contract.judge(
@@ -55,7 +55,7 @@ def check(fused, theirs, args, kwargs):
 
 
 class Real(torch.nn.Module):
-    """Model whose output is that of real tokens alone; swapped stacks return 0 in padded rows."""
+    """Model that returns only the rows of real tokens; swapped stacks return 0 in padded rows."""
 
     def __init__(self, model, real):
         super().__init__()

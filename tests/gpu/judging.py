@@ -1,6 +1,6 @@
 """Numerics contract for results on a GPU, with references from the CPU.
 
-The backend "sdpa" is held to one looser bound, because torch promises no numerics.
+The backend "sdpa" has one looser bound, because torch does not specify its accuracy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def assert_judged(
     truth: Function | None = None,
     gradients: bool = True,
 ) -> Results:
-    """Assert that results on DEVICE are as exact as those of eager attention on the CPU.
+    """Assert that results on DEVICE are as accurate as those of eager attention on the CPU.
 
     Args:
         function: returns the function of the tensors that runs on a backend, from its name.

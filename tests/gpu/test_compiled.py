@@ -1,4 +1,4 @@
-"""torch.compile, CUDA graphs and deterministic algorithms, on the default of a GPU."""
+"""torch.compile, CUDA graphs and deterministic algorithms, on a GPU's default backends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def exact(mask, tensors):
 
 
 def require_as_exact(got, want, truth):
-    """Assert that results are as exact as those without compilation, by sdpa's bound."""
+    """Assert that results are as accurate as those without compilation, by sdpa's bound."""
     findings = [
         contract.judge(
             f"result {i}", g.detach().cpu(), t.detach().cpu(), w.detach().cpu(), gradient=i > 0

@@ -1,4 +1,4 @@
-"""Kernels that torch chooses for calls of this package, by the names that torch's profiler records.
+"""Kernels that torch selects for this package's calls, by their names in torch's profiler.
 
 cuDNN's gradients are wrong for some calls with a mask tensor, see backends/denylist.py.
 """
@@ -53,7 +53,7 @@ MASKS = {
 
 
 def called(how, mask, leaves):
-    """Return out of an attention call made in one of the ways that users make it."""
+    """Return out of an attention call made in one of the ways that users call it."""
     if how == "enabled":
         with fa.enabled():
             return F.scaled_dot_product_attention(*leaves, mask)
@@ -121,7 +121,7 @@ CAUSAL = {
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if by_torch(b)])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
-    """torch's function gets is_causal and no mask, and chooses a fused kernel."""
+    """torch's function receives is_causal and no mask, and selects a fused kernel."""
     mask, is_causal = CAUSAL[name]()
     given, attend = [], sdpa.torch_sdpa
 

@@ -80,7 +80,7 @@ def mask_tensor(name, kind, device, dtype):
 @pytest.mark.parametrize("kind", ["bool", "float", "float32"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_mask_tensors(name, kind, dtype, backend):
-    """Masks of any layout, also float32 masks of 16-bit queries, as autocast passes them."""
+    """Masks of any layout, including float32 masks for 16-bit queries, as under autocast."""
     mask = functools.partial(mask_tensor, name, kind)
     assert_judged(attention(mask), qkv(), dtype, backend)
 
@@ -91,7 +91,7 @@ def test_mask_tensors(name, kind, dtype, backend):
     "shape", [(40, 70), (4, 40, 70), (1, 1, 1, 70), (2, 1, 40, 1), (2, 4, 40, 70)], ids=str
 )
 def test_gradients_of_masks(shape, dtype, backend):
-    """The gradient has the shape of the mask, also where a query has no visible key."""
+    """The gradient has the shape of the mask, even if a query has no visible key."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     if shape[-1] > 1:
         mask[..., 5:30] = float("-inf")
@@ -132,7 +132,7 @@ def test_rows_without_visible_keys(name, dtype, backend):
     [(1, 1), (3, 3), (20, 20), (36, 36), (100, 100), (192, 192), (256, 256), (40, 24), (64, 100)],
 )
 def test_head_dim(head_dim, head_dim_v, mask, dtype, backend):
-    """Sizes that are no multiple of 8, the largest size, and a different size of value."""
+    """Sizes that are not multiples of 8, the largest size, and a different head_dim_v."""
     assert_judged(attention(mask), qkv(head_dim, head_dim_v), dtype, backend)
 
 
@@ -234,7 +234,7 @@ def test_rate_of_dropout(dtype, backend):
 @every_dtype
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
 def test_layouts_of_operands(layout, dtype, backend):
-    """Operands are views: transposed heads, slices of packed projections, expanded batches."""
+    """Operands may be views: transposed heads, slices of packed projections, expanded batches."""
 
     def view(tensor):
         if layout == "transposed":

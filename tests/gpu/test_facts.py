@@ -1,4 +1,4 @@
-"""Facts about the machine, which the records of scripts/gpu_session.py keep; they come first."""
+"""Facts about the machine for the records of scripts/gpu_session.py; these tests run first."""
 
 from __future__ import annotations
 

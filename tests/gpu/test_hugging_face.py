@@ -1,4 +1,4 @@
-"""Small models of Hugging Face, on the default of a GPU, against their eager attention."""
+"""Small Hugging Face models on a GPU's default backends, compared with eager attention."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def token_inputs(side="right"):
 def check_hf(fused, theirs, side, within=contextlib.nullcontext):
     """Check a model against an unswapped one, with eager attention, on the same device.
 
-    The truth is that of torch's function: in float64, eager attention of transformers takes the
-    softmax in float32, where its mask of rows that see no key overflows.
+    torch's function is the reference: even in float64, transformers' eager attention computes the
+    softmax in float32, in which its mask of fully masked rows overflows.
     """
     inputs, real = token_inputs(side)
     double = copy.deepcopy(theirs)
@@ -93,7 +93,7 @@ def test_attn_implementation(name):
 
 @models
 def test_enabled(name):
-    """enable() intercepts the attention of a model on torch's function."""
+    """enable() intercepts the attention of a model that calls torch's function."""
     model = MODELS[name](attn_implementation="sdpa")
     theirs = copy.deepcopy(model)
     check_hf(model, theirs, "right", fa.enabled)

@@ -1,4 +1,4 @@
-"""fused_attn.nn and swapped models of torch.nn, on the default of a GPU."""
+"""fused_attn.nn and swapped models of torch.nn, on a GPU's default backends."""
 
 from __future__ import annotations
 

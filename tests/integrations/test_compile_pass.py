@@ -1,4 +1,4 @@
-"""compile_pass: attention written out by hand in many ways is found, fused, and the same."""
+"""compile_pass finds and fuses many forms of hand-written attention, with equal results."""
 
 import math
 
@@ -18,7 +18,7 @@ BIAS = torch.randn(H, L, L, generator=torch.Generator().manual_seed(0))
 
 
 def compiled(function, attention):
-    """A function with the pass on its graph, and no code generated."""
+    """Compile a function with the pass, but without code generation."""
 
     def backend(graph, inputs):
         attention(graph.graph)
@@ -61,7 +61,7 @@ def esm(q, k, v):
 
 
 def swin(q, k, v):
-    """Windows share a mask, for which the scores get a dimension more."""
+    """Windows share a mask, for which the scores get one more dimension."""
     attn = (q @ k.transpose(-2, -1)) * D**-0.5 + BIAS.to(q.dtype).unsqueeze(0)
     mask = torch.where(CAUSAL, 0.0, -100.0).to(q.dtype).expand(B, L, L)
     attn = attn.view(B // 2, 2, H, L, L) + mask.unsqueeze(1).unsqueeze(0)
@@ -69,7 +69,7 @@ def swin(q, k, v):
 
 
 def sam(q, k, v):
-    """Keys and queries get two dimensions each, for a bias of rows and one of columns."""
+    """Keys and queries get two dimensions each, for a row bias and a column bias."""
     q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
     attn = q @ k.transpose(-2, -1) / 4
     rows, columns = (torch.linspace(-1, 2, n, dtype=q.dtype) for n in (20, 32))
@@ -125,7 +125,7 @@ def capped(q, k, v):
 
 
 def espnet(q, k, v):
-    """Weights of padding are set to 0 behind the softmax too."""
+    """The weights of padding are also set to 0 after the softmax."""
     hidden = PADDING.eq(0)
     scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -133,7 +133,7 @@ def espnet(q, k, v):
 
 
 def in_steps(q, k, v):
-    """In place, so that no call reads what the one before returns."""
+    """The operations are in place, so that none reads the result of the previous one."""
     scores = q @ k.transpose(-2, -1)
     scores.mul_(0.25)
     scores.masked_fill_(~CAUSAL, INF)
@@ -142,7 +142,7 @@ def in_steps(q, k, v):
 
 
 def shifted(q, k, v):
-    """Weights that nobody reads are made too, of another type."""
+    """Weights of another dtype are computed too, but not used."""
     sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
     sim = sim - sim.amax(dim=-1, keepdim=True).detach()
     weights = sim.softmax(dim=-1, dtype=torch.float32)
@@ -196,7 +196,7 @@ def test_a_bias_has_its_gradient():
 
 @pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
 def test_rows_that_a_number_hides_are_as_in_eager(fill):
-    """All keys of the second sequence are hidden: its rows are means, without a gradient."""
+    """All keys of the second sequence are masked: its rows are means, without a gradient."""
     mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
     names = dict(zip(("query", "key", "value"), operands(), strict=True))
 
@@ -255,7 +255,7 @@ def bias_of_scores(q, k, v):
 
 
 def filled_with_little(q, k, v):
-    """A number that does not hide: it takes the place of scores, and is no bias."""
+    """The fill value is too large to mask: it replaces scores and is not a bias."""
     return (q @ k.transpose(-2, -1)).masked_fill(CAUSAL, -2.0).softmax(-1) @ v
 
 
@@ -282,7 +282,7 @@ def scores_too(q, k, v):
 
 
 def other_way_round(q, k, v):
-    """A softmax over queries."""
+    """Take the softmax over queries instead of keys."""
     return (q @ k.transpose(-2, -1)).softmax(-2) @ v
 
 
@@ -294,10 +294,10 @@ def second_factor(q, k, v):
     ("way", "reason"),
     [
         (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
-        (two_products, "differs between keys"), (written_between, "written to"),
+        (two_products, "differs between keys"), (written_between, "in place"),
         (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
-        (bias_of_more_heads, "more dimensions"), (values_in_float64, "several types"),
-        (filled_with_little, "else than -10000"), (hidden_then_scaled, "hidden scores"),
+        (bias_of_more_heads, "more dimensions"), (values_in_float64, "several dtypes"),
+        (filled_with_little, "other than -10000"), (hidden_then_scaled, "masked scores"),
         (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -314,7 +314,7 @@ def test_what_is_something_else_stays(way, reason):
 
 
 def test_inductor_and_sizes_that_change():
-    """Through torch.compile's own options, in training, with lengths that it makes symbols."""
+    """The pass works through torch.compile's options, in training, with symbolic lengths."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
@@ -351,7 +351,7 @@ def test_under_autocast():
 @pytest.mark.small_calls
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_small_attention_is_left_to_inductor(needs_grad):
-    """16 times 128 x 128 x 16 is 2^22: fused, unless gradients are wanted."""
+    """2^22 multiply-adds (16 x 128 x 128 x 16) are fused only without gradients."""
     for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
         given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""fused_attn.enable(): which callers it intercepts, results, and calls that it leaves to torch."""
+"""fused_attn.enable(): intercepted callers, results, and calls that are left to torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_gradients(*tensors, **options):
 
 
 def agrees_with_torch(*tensors, calls=1, **options):
-    """Assert that fused_attn computes the calls, and that float64 results are those of torch."""
+    """Assert that fused_attn computes the calls, and that float64 results equal torch's."""
     expected = with_gradients(*tensors, **options)
     with taken_over() as computed:
         actual = with_gradients(*tensors, **options)
@@ -117,7 +117,7 @@ def test_without_autograd(mode):
 
 
 def test_below_autograd():
-    """Calls inside kernels of custom ops, which define their own gradients, are intercepted."""
+    """Calls inside custom op kernels, which define their gradients, are intercepted."""
     query = torch.randn(BATCH, HEADS, LEN_Q, DIM, requires_grad=True)
     with taken_over() as computed, torch._C._AutoDispatchBelowAutograd():
         out = F.scaled_dot_product_attention(query, query, query)
@@ -141,7 +141,7 @@ def test_multihead_attention(attn_mask, training):
 
 
 def test_inference_path_in_cpp_is_left_alone():
-    """torch's inference path does not call the function; torch has a switch for it."""
+    """torch's inference path does not call the patched function, unless torch disables it."""
     module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()  # not with odd heads
     x = torch.randn(BATCH, LEN_Q, 24)
     with torch.no_grad(), taken_over() as computed:

@@ -37,9 +37,9 @@ def test_shapes_and_reasons():
     assert (counts.fused, counts.left_to_torch) == (3, 3)
     assert reasons(counts) == {
         "": 3,
-        "cpp takes head_dim up to 256, not 300": 1,
+        "cpp supports head_dim up to 256, not 300": 1,
         "within torch.nn.attention.sdpa_kernel without FLASH_ATTENTION": 1,
-        "backend eager is asked for": 1,
+        "backend eager is requested": 1,
     }
     text = str(counts)
     assert text.splitlines()[0] == "3 calls fused, 3 left to torch"

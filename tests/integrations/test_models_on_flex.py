@@ -1,6 +1,6 @@
-"""Swapped models on the backend "flex": masks arrive as structure, with blocks to skip.
+"""Swapped models on the backend "flex": masks arrive as structure, with skippable blocks.
 
-A mock stands for the device: calls reach the backend as on a GPU, and the reference computes them.
+A mock replaces the device: calls reach the backend as on a GPU, and the reference computes them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compared(model, **inputs):
 
 
 def test_llama_with_packed_documents(calls):
-    """Documents in one row, as packed for training: block-diagonal and causal."""
+    """Documents packed into one row for training have a block-diagonal causal mask."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -23,7 +23,7 @@ def _seed():
 
 
 class Called(torch.nn.Module):
-    """A function as a module."""
+    """Module that calls a given function."""
 
     def __init__(self, function):
         super().__init__()

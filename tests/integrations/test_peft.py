@@ -1,4 +1,4 @@
-"""LoRA of peft on a BERT: around the model before it is swapped, after, and merged into it."""
+"""peft's LoRA on a BERT: applied before or after the swap, or merged into the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swap_modules: what is swapped, what is left alone, and that everything else stays as it was."""
+"""swap_modules: swapped and skipped modules; everything else is unchanged."""
 
 import copy
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ def _seed():
 
 
 class Block(torch.nn.Module):
-    """Attention deep inside, and a norm that stands in two places."""
+    """Model with deeply nested attention, and a norm that is used in two places."""
 
     def __init__(self, embed_dim=12):
         super().__init__()
@@ -199,7 +199,7 @@ def test_swapping_twice_changes_nothing():
     report = swap_modules(model)
     assert not report.swapped
     assert not report.skipped
-    assert str(report) == "nothing to swap; modules that were fused already: 3"
+    assert str(report) == "nothing to swap; modules that were already fused: 3"
 
 
 def test_report_is_readable():
@@ -246,7 +246,7 @@ def test_restore_refuses_modules_that_changed_class():
 
 
 def test_report_says_what_a_gpu_runs_on():
-    """Without verified kernels it is torch's own, and the report says how that may change."""
+    """Without verified kernels, it is torch's kernels; the report suggests `fused-attn verify`."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     report = swap_modules(model)
     assert not report.notes

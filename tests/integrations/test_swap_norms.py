@@ -1,4 +1,4 @@
-"""The RMS norms of Hugging Face transformers: which are known, their numbers, what stays."""
+"""RMS norms of Hugging Face transformers: known classes, results, and skipped classes."""
 
 import copy
 import importlib
@@ -50,7 +50,7 @@ def _seed():
 
 @pytest.fixture(params=NORMS)
 def norm(request):
-    """A norm, and what is added to its weight."""
+    """Return a norm and the offset of its weight."""
     return make(request.param), NORMS[request.param][1]
 
 
@@ -63,7 +63,7 @@ def make(name):
 
 
 class Exact(torch.nn.Module):
-    """The formula in float64, with the same parameter."""
+    """The norm's formula in float64, with the same weight."""
 
     def __init__(self, norm, offset):
         super().__init__()
@@ -190,8 +190,6 @@ def test_subclasses_are_left_alone():
 
 
 def test_norms_of_unknown_code_are_left_alone():
-    """So is apex's, which takes the place of T5's in some versions of the library."""
-
     class FusedRMSNorm(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -201,7 +199,7 @@ def test_norms_of_unknown_code_are_left_alone():
             return hidden_states * self.weight
 
     class ChangedRMSNorm(torch.nn.Module):
-        """In the library, with the right name and the right attributes."""
+        """Norm with the module, name and attributes of Llama's norm, but another formula."""
 
         __module__ = class_of("LlamaRMSNorm").__module__
 
@@ -216,7 +214,7 @@ def test_norms_of_unknown_code_are_left_alone():
     for kind in (FusedRMSNorm, ChangedRMSNorm):
         report = swap_modules(torch.nn.Sequential(kind()))
         assert not report.swapped
-        assert "what it computes is not known" in report.skipped[0].reason
+        assert "its computation is unknown" in report.skipped[0].reason
 
 
 # Copies of the classes above, which stand for more than 150.

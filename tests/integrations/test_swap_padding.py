@@ -1,4 +1,4 @@
-"""Padded rows after a swap: 0, with a note that says so, or kept by remove_padding=False."""
+"""Padded rows after a swap are 0, with a note, unless remove_padding=False."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def test_outputs_with_padding_kept_are_those_of_the_original(name, monkeypatch):
     truth = copy.deepcopy(model).double(), tuple(a.detach().double() for a in args)
     calls = [(swapped, args), (model, args), truth]
     results = [run(module, tuple(a.detach() for a in inputs), kwargs) for module, inputs in calls]
-    # The gradient of a key bias is 0 but for the rounding of what cancels.
+    # The gradient of a key bias is 0 up to the rounding of values that cancel.
     assert_within_contract(
         *({n: t for n, t in result.items() if "key.bias" not in n} for result in results)
     )
@@ -91,7 +91,7 @@ def test_stacks_that_keep_their_padding_are_not_noted():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_padding_kept_in_inference_is_that_of_the_original(options, norm, padding):
-    """torch's inference path fills in zeros in front of the norm if the padding is on the right."""
+    """torch's inference path zeroes right padding before the norm."""
     ignored = IGNORED if padding == "right" else IGNORED.flip(1)
     model = Pooled(norm=norm, **options).encoder.eval()
     swapped = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""swap_modules on whole models of Hugging Face transformers: numbers, report, restore."""
+"""swap_modules on whole Hugging Face transformers models: results, report, restore."""
 
 import copy
 import subprocess
@@ -25,14 +25,14 @@ def _seed():
 
 @pytest.fixture
 def kernel_calls():
-    """The names of the functions of this package that are called, in order."""
+    """Return a list to which each call of this package's functions appends its name."""
     names = ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm")
     with functions_called(*names) as seen:
         yield seen
 
 
 class Outputs(torch.nn.Module):
-    """The outputs that a family is compared by, of real tokens only."""
+    """Return the outputs to compare, of real tokens only."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -50,7 +50,7 @@ class Outputs(torch.nn.Module):
 
 
 def exact(model, monkeypatch):
-    """The model in float64 all through, where the library goes through float32 at places."""
+    """Return the model in float64 throughout; the library computes parts in float32."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
@@ -176,7 +176,7 @@ torch.save([model(input_ids=ids)[0] for model in models], f"{folder}/outputs.pt"
 
 
 def test_loaded_in_another_process(tmp_path):
-    """The classes of the swapped modules bring the package along, and it the attention's name."""
+    """Unpickling a swapped module imports the package, which registers its attention."""
     expected = []
     for name in ("Bert", "Llama"):
         model = BY_NAME[name].model()

@@ -1,4 +1,4 @@
-"""swap_modules reports attention in the code of other modules; profilers and reprs show kernels."""
+"""swap_modules reports attention in other modules' code; profilers and reprs show kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swap_modules and what is around modules: torch's inference paths, wrappers, copies, training."""
+"""swap_modules with torch's inference paths, wrappers, copies and training."""
 
 import contextlib
 import copy
@@ -27,17 +27,17 @@ def _seed():
 
 @pytest.fixture
 def kernel_calls():
-    """The names of the functions of this package that are called, in order."""
+    """Return a list to which each call of this package's functions appends its name."""
     with functions_called("scaled_dot_product_attention", "layer_norm") as seen:
         yield seen
 
 
 class MyLayer(torch.nn.TransformerEncoderLayer):
-    """A layer of the user that is like torch's."""
+    """User-defined layer that is like torch's."""
 
 
 class MyEncoder(torch.nn.TransformerEncoder):
-    """A stack of the user that is like torch's."""
+    """User-defined stack that is like torch's."""
 
 
 def layer(kind=torch.nn.TransformerEncoderLayer):
@@ -45,7 +45,7 @@ def layer(kind=torch.nn.TransformerEncoderLayer):
 
 
 def classifier():
-    """A model with a norm, attention and more."""
+    """Model with a norm, attention and other modules."""
     return perturb(
         torch.nn.Sequential(
             torch.nn.Linear(6, EMBED), layer(), torch.nn.LayerNorm(EMBED), torch.nn.Linear(EMBED, 3)
@@ -55,8 +55,8 @@ def classifier():
 
 # ---- torch's inference paths ------------------------------------------------------------------
 
-# What the user has -> flags of the swap, and calls of our kernels in inference: where a layer is
-# fused, so is the sum in front of its norms.
+# User's module -> swap flags, and calls of our kernels in inference. If a layer is fused, so is the
+# sum before its norms.
 KEPT_LAYERS = {
     "subclass": (lambda: layer(MyLayer), {}, ["scaled_dot_product_attention"] + ["layer_norm"] * 2),
     "norms only": (layer, {"attention": False}, ["layer_norm"] * 2),
@@ -70,7 +70,7 @@ KEPT_LAYERS = {
 
 @contextlib.contextmanager
 def no_inference_kernel(monkeypatch):
-    """Within the block, torch's kernel of a whole encoder layer must not be called."""
+    """Assert that torch's kernel of a whole encoder layer is not called within the block."""
     with monkeypatch.context() as patch:
         patch.setattr(
             torch, "_transformer_encoder_layer_fwd", lambda *args: pytest.fail("bypassed")
@@ -121,7 +121,7 @@ STACKS = {
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(EMBED), None], ids=["norm", ""])
 @pytest.mark.parametrize("case", STACKS)
 def test_stacks_that_pack_padding_in_inference(case, norm, kernel_calls, monkeypatch):
-    """torch's stack hands nested tensors to layers; rows of padding are 0, before and after."""
+    """torch's stack passes nested tensors to layers; padded rows are 0 before and after a swap."""
     make, flags = STACKS[case]
     model = perturb(make()).eval()
     model.norm = copy.deepcopy(norm)
@@ -207,7 +207,7 @@ def test_parametrizations_after_the_swap(name):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """A process group of this process alone."""
+    """Initialize a process group of only this process."""
     if not torch.distributed.is_available():
         pytest.skip("reason: needs torch.distributed")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -231,7 +231,7 @@ def test_distributed_data_parallel(order, one_process):
 
 
 def test_fully_shard(one_process):
-    """After the swap it wraps fused modules; before it, what it wrapped is left alone."""
+    """fully_shard may wrap fused modules; modules that it wrapped before a swap are skipped."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
@@ -280,7 +280,7 @@ def test_dtype_requires_grad_and_training_flag_stay(dtype):
 
 
 def test_training_goes_on_with_the_same_optimizer():
-    """Momentum from before the swap is used after it, and after the restore."""
+    """The optimizer's momentum is preserved by the swap and by the restore."""
     x, target = torch.randn(4, LENGTH, 6).double(), torch.randn(4, LENGTH, 3).double()
     weights = []
     for swap in (False, True):
@@ -370,7 +370,7 @@ def test_compile_after_the_swap():
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "MultiheadAttention", "model"])
 def test_torch_jit_script_says_what_to_do(name):
-    """It compiles no Python, and our kernels are called from there."""
+    """torch.jit.script cannot compile the Python code that calls our kernels."""
     model = {
         "LayerNorm": lambda: torch.nn.LayerNorm(EMBED),
         "RMSNorm": lambda: torch.nn.RMSNorm(EMBED),

@@ -1,4 +1,4 @@
-"""20 steps of a BERT before and after the swap: by hand with accelerate, by Trainer, by Lightning.
+"""20 steps of a BERT before and after the swap, with accelerate, Trainer and Lightning.
 
 Losses are those of eager attention, step by step.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face BERT on fused_attn: equal to its eager attention, with structure for masks."""
+"""Hugging Face BERT on fused_attn equals eager attention; masks are structured."""
 
 import copy
 
@@ -51,7 +51,7 @@ def inputs(padded=True):
 
 
 class Last(torch.nn.Module):
-    """The tensors of the output alone, for `run`; of hidden states those of real tokens."""
+    """Return only the tensors of the output, for `run`; only real tokens of hidden states."""
 
     def __init__(self, model):
         super().__init__()
@@ -264,8 +264,8 @@ def test_swapping_twice_and_comparing_a_swapped_model():
     swap_modules(model)
     again = swap_modules(model)
     assert not again.swapped
-    assert "(the model): its attention was fused already" in str(again)
-    assert "modules that were fused already: 11" in str(again)
+    assert "(the model): its attention was already fused" in str(again)
+    assert "modules that were already fused: 11" in str(again)
     with pytest.raises(ValueError, match="got one with fused modules"):
         compare(model, **inputs())
 
@@ -360,7 +360,7 @@ def test_attention_4d_mask_is_complete():
 
 
 def attend_with_sinks(query, key, value, mask, sinks):
-    """A sink is one more key, whose score is given and whose value is 0."""
+    """A sink acts as one more key with the given score and value 0."""
     scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
     scores = scores.masked_fill(~mask, float("-inf"))
     scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 6, 4, 1)], dim=-1)
@@ -421,7 +421,7 @@ def test_models_with_copies_of_the_config():
 
 
 def test_attention_refuses_what_it_would_get_wrong():
-    with pytest.raises(NotImplementedError, match=r"block_indices .* picks the blocks of keys"):
+    with pytest.raises(NotImplementedError, match=r"block_indices .* selects the blocks of keys"):
         attend(block_indices=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
         attend(cu_seq_lens_q=torch.tensor([0, 2, 4]), use_cache=True)

@@ -1,4 +1,4 @@
-"""Families of Hugging Face transformers on fused_attn: equal to eager, forward and backward."""
+"""Hugging Face model families on fused_attn equal eager attention, forward and backward."""
 
 import copy
 import warnings
@@ -39,7 +39,7 @@ def _seed():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The masks of all calls of the fused attention."""
+    """Return a list of the masks of all calls of the fused attention."""
     seen = []
     attend = functional.scaled_dot_product_attention
 
@@ -53,7 +53,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def exact_softmax(monkeypatch):
-    """Some eager attentions take the softmax in float32, also in a float64 model."""
+    """Some eager attention functions compute the softmax in float32, even in float64 models."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
@@ -61,10 +61,10 @@ def exact_softmax(monkeypatch):
 
 
 class Outputs(torch.nn.Module):
-    """The outputs that a family is compared by, for `run`.
+    """Return the outputs to compare, for `run`, without padded tokens.
 
-    Without those of padded tokens: on the left of a causal row, where no key is visible, eager
-    attention averages all values and fused_attn gives 0. Real tokens do not see them.
+    In left padding of a causal row, where no key is visible, eager attention averages all values
+    and fused_attn returns 0. Real tokens do not attend to them.
     """
 
     def __init__(self, model, names):
@@ -154,20 +154,20 @@ def test_family_compiles(name):
 
 
 def small_model(kind, implementation="fused_attn"):
-    """A small model of a class that FAMILIES does not have."""
+    """Return a small model of a class that is not in FAMILIES."""
     ways = {"attn_implementation": implementation, "experts_implementation": "eager"}
     return perturb(kind._from_config(small_config(kind.config_class), **ways)).double().eval()
 
 
 def assert_agrees(actual, expected):
-    """Assert equality up to float32 rounding, which models have in places even in float64."""
+    """Assert equality up to float32 rounding; float64 models compute some parts in float32."""
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("name", ["DeepseekV4", "Doge", "GlmMoeDsa", "HYV4"])
 def test_models_that_use_their_masks(name, padded, calls):
-    """DeepSeek-V4 appends keys to its mask, Doge puts it into a `where`, others choose keys."""
+    """DeepSeek-V4 appends keys to its mask, Doge uses it in a `where`, others select keys."""
     model = small_model(getattr(transformers, f"{name}Model"))
     inputs = text()
     inputs["attention_mask"][2] = 1  # padded on the left, eager gives NaN
@@ -215,7 +215,7 @@ def test_packed_sequences_may_be_told_twice():
         model(ids, **told)
 
 
-# ---- models with an attention of their own ------------------------------------------------------
+# ---- models with custom attention ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DECLINING)
@@ -245,7 +245,7 @@ def test_models_that_do_more_with_their_masks_decline():
     config = transformers.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, num_heads=4, d_ff=40, num_layers=2
     )
-    with pytest.warns(UserWarning, match="does more with its masks"):
+    with pytest.warns(UserWarning, match="uses its masks in other ways"):
         transformers.SwitchTransformersModel._from_config(config, attn_implementation="fused_attn")
 
 
@@ -257,7 +257,7 @@ SAM = [
 
 @pytest.mark.parametrize(("whole", "vision"), SAM, ids=["Sam", "SamHQ"])
 def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls):
-    with pytest.warns(UserWarning, match=r"picks its attention by name from eager, sdpa"):
+    with pytest.warns(UserWarning, match=r"selects its attention by name from eager, sdpa"):
         model = small_model(whole)
     encoder = model.vision_encoder
     assert type(encoder.layers[0].attn).__name__.endswith("SdpaAttention")
@@ -269,7 +269,7 @@ def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls
     assert not report.swapped
     assert [s.name for s in report.skipped] == ["(the model)", "vision_encoder"]
     assert "nothing in it calls" in report.skipped[0].reason
-    assert "picks its attention by name" in report.skipped[1].reason
+    assert "selects its attention by name" in report.skipped[1].reason
     model(torch.randn(1, 3, 32, 32, dtype=torch.float64))
     assert not calls
 

@@ -1,4 +1,4 @@
-"""`generate` of Hugging Face transformers on fused_attn: token for token what eager gives."""
+"""`generate` of Hugging Face transformers gives the same tokens on fused_attn as on eager."""
 
 import copy
 
@@ -19,7 +19,7 @@ def _seed():
 
 
 def prompt(family):
-    """Padded where each kind of model expects it."""
+    """Return inputs that are padded on the side that the model expects."""
     inputs = family.inputs()
     if "input_features" in inputs:
         return {"input_features": inputs["input_features"]}
@@ -74,7 +74,7 @@ def test_a_cache_that_is_continued_in_chunks(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
 def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
-    """Gemma2: the window of the static cache is one graph more, for the library moves its keys."""
+    """Gemma2 has one more graph, because its static window cache moves keys."""
     model = DECODERS[name].model("fused_attn")
     inputs = prompt(DECODERS[name])
     expected = generate(on_eager(model), inputs)

@@ -1,4 +1,4 @@
-"""Masks of Hugging Face transformers in compiled graphs: structure, and what is written to them."""
+"""Hugging Face masks in compiled graphs: structure, and in-place changes."""
 
 import pytest
 import torch

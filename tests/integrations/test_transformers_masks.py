@@ -1,4 +1,4 @@
-"""The mask function for Hugging Face transformers: what the library says, as structure."""
+"""The mask function for Hugging Face transformers returns structured masks."""
 
 import copy
 import ctypes
@@ -35,7 +35,7 @@ from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
 from fused_attn.masks.spec import normalize  # noqa: E402
 
-# A model that asks for a mask is imported, so the models of these configs must be, too.
+# A model that requests a mask is imported, so the models of these configs must be, too.
 for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
     importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
@@ -133,7 +133,7 @@ def test_mask_keeps_structure(name, offset):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_documents(name):
-    # As create_causal_mask asks for them.
+    # As create_causal_mask requests them.
     mask = make_mask(
         mask_function=FUNCTIONS[name], allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
@@ -208,7 +208,7 @@ DTYPES = [torch.bool, torch.float32, torch.bfloat16]
 
 
 def model_mask(dtype=torch.bool):
-    """A stand-in, and the tensor that it stands for."""
+    """Return a ModelMask and the tensor that it represents."""
     config = transformers.GptOssConfig() if dtype.is_floating_point else None
     mask = make_mask(attention_mask=PADDING, dtype=dtype, config=config)
     assert isinstance(mask, ModelMask)
@@ -391,7 +391,7 @@ def test_keys_and_queries_of_other_lengths_are_refused(queries, keys):
 
 
 def test_models_for_eager_attention_alone_get_float_masks():
-    """They may join them with others, and rely on there being one."""
+    """Such models may combine masks, and rely on receiving one."""
     lowest = torch.finfo(torch.float32).min
     config = transformers.GptOssConfig()
     causal = {"q_length": 1, "q_offset": 5, "allow_is_bidirectional_skip": False, "config": config}

@@ -1,4 +1,4 @@
-"""Hugging Face encoders on the real tokens of a padded batch, after `swap_modules`."""
+"""Swapped Hugging Face encoders compute only the real tokens of a padded batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list with the packing of each call of a stack."""
+    """Return a list to which each call of a stack appends its packing."""
     seen = []
 
     def recorded(*args):
@@ -68,7 +68,7 @@ def inputs(real):
 
 
 class Tokens(torch.nn.Module):
-    """The hidden states of a model's real tokens."""
+    """Return the hidden states of a model's real tokens."""
 
     def __init__(self, inner, real):
         super().__init__()
@@ -92,7 +92,7 @@ def test_results_are_those_of_eager(name, padding, packings):
     single, ours = copy.deepcopy(eager).float(), copy.deepcopy(fused).float()
     truth = Tokens(copy.deepcopy(single).double(), real)
     results = (run(m, (), call) for m in (Tokens(ours, real), Tokens(single, real), truth))
-    # Key biases shift all scores of a row: their gradients are 0 but for what cancels.
+    # Key biases shift all scores of a row: their gradients are 0 up to rounding.
     assert_within_contract(
         *({n: r for n, r in result.items() if "key.bias" not in n} for result in results)
     )
@@ -113,7 +113,7 @@ def test_dropout_in_training(packings):
 
 
 def test_hidden_states_are_those_of_padded_batches(packings):
-    """Whoever looks into the layers sees shapes, so that nothing is packed then."""
+    """A batch is not packed if hidden states are requested, because their shapes would change."""
     eager, call = model("Bert"), inputs(REAL["right"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)
@@ -165,7 +165,7 @@ def test_what_cannot_be_packed_is_not(change, packings):
 
 
 def test_padding_is_zero_whatever_there_is_of_it():
-    """Packed, with too little padding to be, and for those who look into the layers."""
+    """Padded rows are 0 with packing, with too little padding for it, and with hidden states."""
     fused = model("Bert")
     fused_attn.swap_modules(fused)
     little = torch.ones(8, LENGTH, dtype=torch.bool)
@@ -227,7 +227,7 @@ def test_copies_and_pickles():
     ],
 )
 def test_compiled_encoders(name, packed):
-    """Packed where sizes in a graph may depend on values."""
+    """Batches are packed if sizes in a graph may depend on values."""
     fused, call = model(name), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
     expected, backend = run(Tokens(fused, REAL["right"]), (), call), Recorded()

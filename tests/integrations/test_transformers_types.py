@@ -6,7 +6,7 @@ import os
 import check_models
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config that wants to download fails at once
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config that tries to download fails at once
 
 from hf_configs import small_config, transformers
 from hf_results import WAYS
@@ -19,7 +19,7 @@ SAMPLE = {
     "deepseek_v4": "agrees",  # appends keys to its mask
     "doge": "agrees",  # puts its mask into a where
     "glm_moe_dsa": "agrees",  # chooses keys
-    "ovis2": "agrees",  # hands over arguments that change nothing
+    "ovis2": "agrees",  # passes arguments that change nothing
     "timesfm2_5": "agrees",
     "qwen2_vl_text": "agrees",  # sections of rotary embeddings
     "deepseek_v2": "agrees",
@@ -29,7 +29,7 @@ SAMPLE = {
     "videomae": "agrees",
     "xglm": "declined",  # eager runs in float32 alone
     "kosmos_2_5_vision_model": "declined",  # looks for implementations where there are none
-    "diffusion_gemma": "agrees with sdpa",  # hands over a window that its mask does not have
+    "diffusion_gemma": "agrees with sdpa",  # passes a window that its mask does not have
     "layoutxlm": "no model",
     "minimax_m3_vl": "declined",  # chooses blocks of keys
     "sam_vision_model": "declined",  # picks classes by name
@@ -115,7 +115,7 @@ def test_models_that_find_no_implementation_decline():
             return attend(self, x, x, x, None)"""
     space = {"__name__": __name__, "PreTrainedModel": transformers.PreTrainedModel}
     exec(compile(code, "<no file>", "exec"), space)
-    assert unsupported(space["Model"]) == "Model finds no implementation but eager attention"
+    assert unsupported(space["Model"]) == "Model finds only eager attention"
 
 
 def test_small_configs_have_a_layer_of_each_kind():
@@ -137,4 +137,4 @@ def test_models_without_source_decline_for_what_their_code_says(argument):
     if argument == "scaling":
         assert reason is None
     else:
-        assert reason == "Model hands over head_mask, which scales the weights of each head"
+        assert reason == "Model passes head_mask, which scales the weights of each head"

@@ -1,4 +1,4 @@
-"""Run PyTorch's own tests of attention, norms and Transformers with fused_attn in torch's place.
+"""Run PyTorch's tests of attention, norms and Transformers with fused_attn in torch's place.
 
     python tests/integrations/torch_suite.py --pytorch /path/to/pytorch
 
@@ -162,7 +162,7 @@ def _listed(page: str) -> list[Listed]:
 
 
 def _unlisted(swap: str, plain: Outcomes, ours: Outcomes, rows: list[Listed]) -> list[str]:
-    """Return the differences of a swap that no row covers; rows record those that they cover."""
+    """Return the differences that no row covers; rows record those that they cover."""
     lines = []
     for test in _differing(plain, ours):
         covering = [row for row in rows if row.covers(swap, test)]

@@ -37,7 +37,7 @@ def any_size(monkeypatch):
 
 
 def numbers(shape, dtype):
-    """Return numbers from where GELU is 0 to where it is the identity."""
+    """Return numbers that range from where GELU is 0 to where it is the identity."""
     return torch.randn(shape, dtype=dtype) * torch.tensor([0.01, 1.0, 6.0])[torch.randint(3, shape)]
 
 
@@ -119,7 +119,7 @@ def test_nan_and_infinity(activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
-    """Slopes have their limits at infinity, where torch returns NaN."""
+    """At infinity, derivatives have their limits, where torch returns NaN."""
     big = torch.finfo(dtype).max
     inf = float("inf")
     x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)
@@ -174,7 +174,7 @@ def test_other_tensors_are_left_to_torch():
 
 
 def test_results_can_be_changed_in_place():
-    """Results are not views. ReLU's backward needs its result, so autograd reports a change."""
+    """Results are not views. ReLU's backward needs its result, so autograd detects a change."""
     for activation in ACTIVATIONS:
         x = torch.randn(4, 3, 6, requires_grad=True)
         out = activation_pass(x, None, activation, 0.25)

@@ -93,7 +93,7 @@ def test_decoder_layer_unbatched():
 @pytest.mark.parametrize("kind", ["bool", "learned"])
 @pytest.mark.parametrize("hint", [None, True])
 def test_decoder_stack(hint, kind, batch_first):
-    """All arguments of forward; a hinted call has the causal mask as memory_mask."""
+    """All arguments of forward work; a hinted call has the causal mask as memory_mask."""
     kwargs = {"batch_first": batch_first}
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)
     theirs = perturb(torch.nn.TransformerDecoder(layer, 2, torch.nn.LayerNorm(EMBED)).double())

@@ -102,7 +102,7 @@ def test_attention_unbatched(constructor, average):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_of_shared_inputs(shared, bias, batch_first):
-    """Self-attention and encoder-decoder attention project packed weights in one product."""
+    """Self- and cross-attention project with packed weights in one matrix product."""
     theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=batch_first)
     theirs = perturb(theirs.double())
     query, key, _ = attention_inputs(theirs)
@@ -125,7 +125,7 @@ def test_attention_is_causal(constructor, padding, need_weights):
         fnn.MultiheadAttention,
         (query, query, query),
         {**kwargs, "is_causal": True},
-        truth_kwargs=kwargs,  # with appended keys, torch's own hint would mask them
+        truth_kwargs=kwargs,  # with appended keys, torch's hint would mask them
     )
 
 
@@ -144,7 +144,7 @@ def test_attention_does_not_read_the_mask_that_is_hinted_causal():
     out, _ = ours(x, x, x, attn_mask=hinted, is_causal=True, need_weights=False)
     expected, _ = ours(x, x, x, attn_mask=causal_bias(LEN_Q), need_weights=False)
     torch.testing.assert_close(out, expected)
-    # A mask that is learned is not the causal one, whatever the hint says.
+    # A learned mask is not the causal one, regardless of the hint.
     learned = randn(LEN_Q, LEN_Q)
     out, _ = ours(x, x, x, attn_mask=learned, is_causal=True, need_weights=False)
     out.sum().backward()
@@ -167,7 +167,7 @@ def test_attention_takes_a_fused_attn_mask():
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_attention_fully_masked(dtype, need_weights):
-    """A padding sequence and a fully masked query give 0, never NaN."""
+    """A fully padded sequence and a fully masked query give 0, never NaN."""
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
     x = randn(BATCH, LEN_Q, EMBED, dtype=dtype)
     padding = torch.tensor([[False] * LEN_Q, [True] * LEN_Q])
@@ -246,7 +246,7 @@ def test_attention_under_autocast():
         (lambda m, x: m(x[0, 0], x, x), "query must have 3 dimensions"),
         (lambda m, x: m(x, x[0], x[0]), "key must have 3 dimensions"),
         (lambda m, x: m(x, x[..., :3], x), f"key must have {EMBED} features, got"),
-        (lambda m, x: m(x, x, x[:, :3]), "value must have batch and length of key"),
+        (lambda m, x: m(x, x, x[:, :3]), "value must have the batch and length of key"),
         (lambda m, x: m(x, x[:1], x[:1]), "key must have batch size 2"),
         (
             lambda m, x: m(x, x, x, attn_mask=torch.zeros(3, 3)),

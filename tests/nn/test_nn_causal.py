@@ -18,7 +18,7 @@ from fused_attn.masks.spec import spec_of
 
 @pytest.fixture
 def compared(monkeypatch):
-    """Return the list of masks whose values are read."""
+    """Return a list to which each mask whose values are read is appended."""
     seen = []
     compare = recognize._compare
     monkeypatch.setattr(recognize, "_compare", lambda mask: seen.append(mask) or compare(mask))
@@ -86,7 +86,7 @@ def test_masks_without_a_version_are_compared_at_each_call(compared):
 
 
 def test_masks_elsewhere_are_not_looked_at(compared):
-    """Values of masks on other devices are not read, which would synchronize."""
+    """Values of masks on other devices are not read, because that would synchronize."""
     assert not is_causal_mask(torch.ones(4, 4, dtype=torch.bool, device="meta"), None)
     assert not is_causal_mask(causal_bias(4).requires_grad_(), None)
     assert not compared

@@ -1,4 +1,4 @@
-"""Decoding with caches equals teacher forcing, and greedy and beam search."""
+"""Decoding with caches gives the results of teacher forcing; greedy and beam search."""
 
 import itertools
 
@@ -216,7 +216,7 @@ def test_wrong_arguments():
 
 
 def searched(seed=0, **kwargs):
-    """Decoder with a vocabulary and a memory, and its `generate`."""
+    """Return a decoder with a vocabulary and a memory, and its `generate`."""
     torch.manual_seed(seed)
     theirs, ours = decoder(**kwargs.pop("layer", {}))
     words = perturb(Words())

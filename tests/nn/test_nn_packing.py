@@ -1,4 +1,4 @@
-"""Encoder stacks on the real tokens of a padded batch: torch.nn's results, and 0 elsewhere."""
+"""Encoder stacks that compute only real tokens return torch.nn's results, and 0 in padding."""
 
 import copy
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list with the packing of each call of a stack."""
+    """Return a list to which each call of a stack appends its packing."""
     seen = []
 
     def recorded(*args):
@@ -175,7 +175,7 @@ def test_autocast():
 
 
 class Own(fnn.TransformerEncoderLayer):
-    """Layer written by a user."""
+    """User-defined layer."""
 
 
 def _nothing(*args):
@@ -284,7 +284,7 @@ def test_compiled_stacks_are_padded_and_equal():
 def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     is_causal, batch_first, dynamic, any_size
 ):
-    """Any padding uses the same graphs, which depend on nothing else."""
+    """All paddings use the same graphs."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
@@ -339,7 +339,7 @@ def test_compiled_packing_with_dropout(any_size):
 @pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
 def test_what_graphs_do_not_pack(why, any_size):
-    """A mask of positions requires padding at the end, which depends on values."""
+    """A positional mask requires padding at the end, which only the values show."""
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
         call["mask"] = randn(LENGTH, LENGTH)
@@ -379,7 +379,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A transposed padding mask has as many elements, but is not that of the batch."""
+    """A transposed padding mask has the right number of elements, but the wrong shape."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

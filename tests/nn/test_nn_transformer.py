@@ -91,7 +91,7 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """With p = 1 a branch vanishes, which shows where each dropout is."""
+    """With p = 1 a branch vanishes, which shows the place of each dropout."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
         theirs = torch.nn.TransformerEncoderLayer(
@@ -321,7 +321,7 @@ def test_encoder_of_other_layers_gets_what_torch_would_pass():
 
 
 def test_fused_layers_inside_a_torch_encoder_in_inference():
-    """torch's stack converts padded input to nested tensors there."""
+    """In inference, torch's stack converts padded input to nested tensors."""
     layer = fnn.TransformerEncoderLayer(EMBED, 4, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()
     assert stack.use_nested_tensor

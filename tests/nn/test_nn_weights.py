@@ -84,7 +84,7 @@ def test_rows_that_one_key_dominates(seed, backend):
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """Out, weights and all gradients are right over several tiles, some of them masked."""
+    """Out, weights and all gradients are right with several tiles, some of them masked."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)
@@ -101,7 +101,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """Shared heads and dropout; the gradient of the float mask has its shape."""
+    """With GQA and dropout, the gradient of the float mask has the shape of the mask."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -156,7 +156,7 @@ def test_nan_in_masked_keys(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """The returned weights are those that multiply values: dropped and scaled, then averaged."""
+    """The returned weights are those that multiply values, after dropout, then averaged."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -234,11 +234,11 @@ def test_op_errors():
     def flat(key=query, spec=packed):
         return AttentionCall(query, key, key, spec, AttentionOptions(0.25)).flat()
 
-    with pytest.raises(ValueError, match="packed sequences have no weights"):
+    with pytest.raises(ValueError, match="weights are not available for packed sequences"):
         op(*flat(), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"lse and lse_residual must have shape \(1, 2, 3\)"):
         op(*flat(spec=MaskSpec()), lse[:, :1], lse, False, "cpp")
-    with pytest.raises(ValueError, match="query, key and value must fit together"):
+    with pytest.raises(ValueError, match="query, key and value must have compatible shapes"):
         op(*flat(query[..., :4], MaskSpec()), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"grad_weights must have shape \(1, 2, 3, 3\)"):
         torch.ops.fused_attn.attention_weights_bwd(
@@ -274,7 +274,7 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.sampled("the average is there", average=[False])
 @AVERAGE
 def test_memory(average):
-    """Forward and backward of the average hold no (num_heads, L, S) tensor, of 67 MB here."""
+    """The averaged weights never need a (num_heads, L, S) tensor, 67 MB here."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "average" if average else "heads"],
         capture_output=True, text=True, check=True,
@@ -346,7 +346,7 @@ def test_causal_and_appended_keys_stay_structure(monkeypatch):
 
 
 def test_dropout_as_in_torch():
-    """Both return the weights that they multiply with values, whose rows have other sums."""
+    """Both return the weights after dropout, whose rows do not sum to 1."""
     x = torch.randn(1, 30, EMBED)
     for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
         module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)

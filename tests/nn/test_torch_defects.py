@@ -1,4 +1,4 @@
-"""Defects of masked attention in torch.nn 2.13, and the results of fused_attn.nn instead.
+"""Defects of masked attention in torch.nn 2.13, and the results of fused_attn.nn.
 
 If an assertion about torch fails with a newer version, torch has fixed the defect, and the
 assertion can be removed.

@@ -118,7 +118,7 @@ def test_softcap_and_dropout(mask, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_scale_and_strides(dtype, backend):
-    """Transposed tensors, slices and a last dimension of stride 2 give the right result."""
+    """Transposed tensors, slices and a last dimension with stride 2 give the right result."""
     tensors = random_qkv(2, 4, 2, 37, 90, 48, transposed=True)
     assert_like_eager(attention(scale=0.3, enable_gqa=True), tensors, dtype, backend)
     device = device_of(backend)
@@ -156,7 +156,7 @@ def test_large_scores(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_low_scores(dtype, backend):
-    """All scores are below -100, so a score of 0 from padding behind the last key would win."""
+    """All scores are below -100, so a score of 0 from padding after the last key would dominate."""
     tensors = random_qkv(1, 2, 2, 40, 150, 64)
     tensors["query"] = 5.0 * (tensors["query"].abs() + 1.0)
     tensors["key"] = -tensors["key"].abs() - 1.0
@@ -238,11 +238,11 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
     elif kind == "window":
         mask = masks.sliding_window(10, 5)
         seen[:] = torch.arange(seqlen_k) < seqlen_q + 5
-    elif kind == "empty_window":  # from 2 keys behind the diagonal on, and up to it
+    elif kind == "empty_window":  # from 2 keys after the diagonal on, and up to it
         offset = seqlen_k - seqlen_q
         mask = masks.sliding_window(offset - 2, 0, align="bottom_right") & masks.causal()
         seen[:] = False
-    elif kind == "prefix_window":  # from 2 keys behind the diagonal on: later rows see nothing
+    elif kind == "prefix_window":  # from 2 keys after the diagonal on: later rows are fully masked
         offset = seqlen_k - seqlen_q
         mask = masks.prefix_lm([30, 50])
         mask &= masks.sliding_window(offset - 2, -1, align="bottom_right")
@@ -358,7 +358,7 @@ def test_outputs_are_written_whole(backend):
 )
 @given(data=st.data())
 def test_anything(backend, data):
-    """Random shapes, types, strides, GQA, dropout, softcap, and up to three masks.
+    """Random shapes, dtypes, strides, GQA, dropout, softcap, and up to three masks.
 
     Shapes are not tiny, because the contract compares with the largest error of eager attention,
     which is random for a few rows. Slow backends run smaller and fewer examples.
@@ -399,7 +399,7 @@ def test_anything(backend, data):
 def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
     """All scores are 0, so the rounding error of lse is up to 4.8e-7.
 
-    It would be a factor of every weight that the backward recomputes.
+    Such an error scales every weight that the backward recomputes.
     """
     for seqlen_k in (3100, 4753, 4935):
         tensors = random_qkv(1, 1, 1, 1, seqlen_k, 4)

@@ -1,4 +1,4 @@
-"""On CPUs, a sequence has the same bits alone, in any batch, and with any number of threads."""
+"""CPU results of a sequence are bitwise equal alone, in any batch, with any thread count."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_decoding(first, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("lengths", [[5] * 3, [17, 64, 33], [700, 640, 515]], ids=str)
 def test_prefill_and_gradients(lengths, dtype, isa):
-    """A padded batch and its sequences alone give equal bits, with 8 heads as dQ requires."""
+    """A padded batch and its single sequences give equal bits, with 8 heads as dQ requires."""
     shape = len(lengths), 8, max(lengths), 64
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

@@ -103,7 +103,7 @@ def test_each_is_that_of_its_own_backward(name, create_graph, backend):
     assert_same(*second)
 
 
-# The rule by which torch batches an op is that of the op, whatever its backend.
+# The vmap rule of an op is the same for all backends.
 @pytest.mark.thinned("170 s in Triton's interpreter", name=["attention", "layer_norm"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["attention", "layer_norm"])

@@ -1,4 +1,4 @@
-"""Float masks: their gradients, and very negative ones."""
+"""Float masks: gradients, and very negative values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several calls in sequence: cached masks, pooled memory, and workspaces of threads."""
+"""Several calls in sequence: cached masks, pooled memory, and per-thread workspaces."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def call(q, k, v, mask, **options):
     ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
 )
 def test_masks_in_turn(make, options, grad):
-    """A mask with the layout of the one before, and then the same one after a change in place."""
+    """A new mask with the layout of the previous one, and then that mask changed in place."""
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     first = make()
     call(*tensors, first, **options)
@@ -69,7 +69,7 @@ def test_masks_in_turn(make, options, grad):
 
 
 def test_bias_that_requires_grad_later():
-    """Nothing that is cached of a constant bias hides its gradient later."""
+    """Values cached for a constant bias do not hide its gradient later."""
     q, k, v = qkv(2, 3, 40, 16)
     bias = torch.randn(3, 40, 40, requires_grad=True)
     mask = masks.bias(torch.randn(3, 40, 40))
@@ -177,7 +177,7 @@ def test_threads_do_not_share_workspace():
 
 
 def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
-    """The values of a mask may be others when the graph is replayed."""
+    """The values of a mask may have changed when the graph is replayed."""
     x, mask = qkv(1, 2, 40, 16), masks.dense(torch.rand(40, 40) < 0.5)
 
     def kept():
@@ -194,7 +194,7 @@ def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
 
 
 def test_a_residual_gives_the_same_with_its_sum_and_without():
-    """The norm is that of the rounded sum, with and without return_residual."""
+    """The norm is computed from the rounded sum, with and without return_residual."""
     x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")
     weight = torch.ones(128)
     alone = F.rms_norm(x, 128, weight, residual=residual)
@@ -205,7 +205,7 @@ def test_a_residual_gives_the_same_with_its_sum_and_without():
 
 
 def test_threads_that_share_a_mask_share_one_summary():
-    """The second of two concurrent threads keeps the summary that the first one's kernel reads."""
+    """A second thread does not free the summary that the first thread's kernel reads."""
     backend, both = get_backend("cpp"), threading.Barrier(2)
     summarize = type(backend).tile_summary
 

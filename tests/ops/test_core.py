@@ -1,4 +1,4 @@
-"""AttentionCall as a value: flat form, outputs, and steps to add a field or a backend."""
+"""AttentionCall as a value: flat form, outputs, and adding a field or a backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WithSinks(AttentionCall):
 
 
 def test_a_new_field_is_one_line():
-    """The field is in the schema and the flat form; autograd sees it if it is a tensor."""
+    """The field is in the schema and the flat form; if it is a tensor, autograd tracks it."""
 
     assert (*AttentionCall.NAMES, "sinks") == WithSinks.NAMES
     assert (*AttentionCall.TENSORS, "sinks") == WithSinks.TENSORS
@@ -88,13 +88,13 @@ def test_kernels_read_every_field():
 
 
 class Toy(Backend):
-    """Backend as a user could write it, with eager math for head_dim 3 only."""
+    """User-defined backend, with eager math for head_dim 3 only."""
 
     name = "toy"
     differentiable = True
 
     def unsupported(self, problem):
-        return [] if getattr(problem, "head_dim", 0) == 3 else ["takes head_dim 3 alone"]
+        return [] if getattr(problem, "head_dim", 0) == 3 else ["supports only head_dim 3"]
 
     def attention_fwd(self, call, for_backward, want_lse):
         Toy.calls += 1
@@ -104,7 +104,7 @@ class Toy(Backend):
 
 
 def test_a_new_backend_is_one_entry(monkeypatch):
-    """A new backend is selected by default and by name, and its refusals are in messages."""
+    """A new backend is selected by default and by name, and messages contain its refusals."""
     monkeypatch.setattr(registry, "BACKENDS", {"toy": Toy(), **registry.BACKENDS})
     monkeypatch.setattr(registry, "_first_on", lambda *_: registry.BACKENDS["toy"])
     monkeypatch.setattr(Toy, "calls", 0, raising=False)
@@ -114,7 +114,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
     assert Toy.calls == 1 and out.requires_grad
     F.scaled_dot_product_attention(wide, wide, wide)
     assert Toy.calls == 1
-    with pytest.raises(NotImplementedError, match="toy: takes head_dim 3 alone"):
+    with pytest.raises(NotImplementedError, match="toy: supports only head_dim 3"):
         F.scaled_dot_product_attention(wide, wide, wide, backend="toy")
     with pytest.raises(ValueError, match="backend must be one of toy, cpp"):
         registry.get_backend("toys")

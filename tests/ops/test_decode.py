@@ -1,4 +1,4 @@
-"""A few queries against many keys without gradients: the decode kernels."""
+"""The decode kernels: a few queries, many keys, no gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_masks(name, seqlen_q, dtype, backend):
 
 
 def test_is_another_kernel():
-    """The decode kernel rounds differently from the forward kernel, so this file tests it."""
+    """The decode kernel runs: it rounds differently from the forward kernel."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
     call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
@@ -70,7 +70,7 @@ def test_compiled_calls_take_it_too():
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
 def test_isas(group, seqlen_q, isa, dtype):
-    """Vectors of features or of queries, AMX tiles, and more rows than one query tile has."""
+    """Vectors over features or queries, AMX tiles, and more rows than one query tile has."""
     shape = (1, 2 * group, 2, seqlen_q, 1000)
     check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
     check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
@@ -80,7 +80,7 @@ def test_isas(group, seqlen_q, isa, dtype):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_heads_in_tile_registers(rows, name, isa, dtype):
-    """12 heads that share keys, with few queries or more than a query tile has."""
+    """12 heads share keys, with few queries or with more than a query tile has."""
     mask = MASKS[name](2, 24, rows, 300)
     check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
     check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
@@ -88,7 +88,7 @@ def test_heads_in_tile_registers(rows, name, isa, dtype):
 
 @pytest.mark.parametrize(("isa", "dtype"), IN_TILES, indirect=["isa"])
 def test_large_scores_in_tile_registers(isa, dtype):
-    """The maximum rises from block to block, and one key has nearly all the weight."""
+    """The row maximum rises from block to block, and one key has nearly all the weight."""
     tensors = random_qkv(1, 8, 1, 2, 600, 64)
     tensors["key"] *= torch.linspace(0.1, 12, 600).view(-1, 1)
     check(tensors, None, dtype)

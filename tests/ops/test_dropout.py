@@ -16,7 +16,7 @@ SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 
 def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
-    """Return the kept weights as a bool tensor: with an identity as value, out is the weights."""
+    """Return the kept weights as a bool tensor; value is the identity, so out is the weights."""
     batch, heads, seqlen_q, seqlen_k = SHAPE
     there = {"dtype": dtype, "device": device_of(backend)}
     torch.manual_seed(11)
@@ -99,7 +99,7 @@ def test_decisions_of_a_counter():
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
-    """Attention drops what philox.attention_keep says, in each type."""
+    """Attention drops the weights that philox.attention_keep drops, in each dtype."""
     got = kept_by_attention(backend, dropout_p, dtype)
     assert torch.equal(got, expected_by_attention(backend, dropout_p))
     assert abs(got.double().mean().item() - (1 - dropout_p)) < 0.02
@@ -203,7 +203,7 @@ def test_seed_of_packed_sequences():
 
 
 def test_compiled_with_a_seed():
-    """Compiled code accepts seeds that are symbols in the graph, and numbers of numpy."""
+    """Compiled code accepts symbolic seeds and numpy numbers."""
     x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def step(x, seed):

@@ -1,4 +1,4 @@
-"""Invalid input raises the right error, with a message of argument, expected and got."""
+"""Invalid input raises the right error; messages name argument, expected and actual value."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ CASES = {
     ),
     "scale_that_learns": (
         lambda: sdpa(scale=torch.tensor(0.3, requires_grad=True)),
-        TypeError, "scale must not require grad: no gradient by it is computed",
+        TypeError, "scale must not require grad: its gradient is not computed",
     ),
     "softcap": (
         lambda: sdpa(softcap=-1.0),
@@ -142,8 +142,8 @@ CASES = {
     ),
     "mask_dtype": (
         lambda: sdpa(attn_mask=torch.ones(5, 7, dtype=torch.int64)),
-        TypeError, "attn_mask must be bool or float, got torch.int64: where 1 is to attend and 0 "
-        "is not, pass its .bool()",
+        TypeError, "attn_mask must be bool or float, got torch.int64: if 1 means attend and 0 "
+        "means mask, pass its .bool()",
     ),
     "mask_type": (
         lambda: sdpa(attn_mask="causal"),
@@ -163,11 +163,11 @@ CASES = {
     ),
     "bool_mask_expected": (
         lambda: masks.dense(torch.ones(5, 7, dtype=torch.uint8)),
-        TypeError, "got torch.uint8 tensor: where 1 is to attend and 0 is not, pass its .bool()",
+        TypeError, "got torch.uint8 tensor: if 1 means attend and 0 means mask, pass its .bool()",
     ),
     "mask_and_tensor": (
         lambda: masks.causal() & torch.ones(5, 7, dtype=torch.bool),
-        TypeError, "a Mask and a torch.bool tensor cannot be combined as they are: use "
+        TypeError, "a Mask and a torch.bool tensor cannot be combined directly: use "
         "mask & masks.dense(tensor)",
     ),
     "tensor_and_mask": (
@@ -180,8 +180,8 @@ CASES = {
     "mask_and_number": (lambda: masks.causal() & 1, TypeError, "unsupported operand type"),
     "module_mask_dtype": (
         lambda: fnn.MultiheadAttention(8, 2)(*[torch.randn(5, 2, 8)] * 3, torch.ones(2, 5).int()),
-        TypeError, "key_padding_mask must be a bool or float tensor, got torch.int32: pass its "
-        ".bool() where 1 is to ignore, mask == 0 where 1 is to attend",
+        TypeError, "key_padding_mask must be a bool or float tensor, got torch.int32: pass "
+        "mask.bool() if 1 means ignore, or mask == 0 if 1 means attend",
     ),
     "float_mask_expected": (
         lambda: masks.bias(torch.ones(5, 7, dtype=torch.bool)),
@@ -270,8 +270,8 @@ CASES = {
     ),
     "unsupported": (
         lambda: F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 300)] * 3, backend="cpp"),
-        NotImplementedError, "no backend takes attention(float32 on cpu, head_dim 300, seqlens 2 x "
-        "2): cpp: takes head_dim up to 256, not 300",
+        NotImplementedError, "no backend supports attention(float32 on cpu, head_dim 300, seqlens "
+        "2 x 2): cpp: supports head_dim up to 256, not 300",
     ),
     "lengths_for_cu_seqlens": (
         lambda: varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),
@@ -286,8 +286,8 @@ CASES = {
     ),
     "report_called": (
         lambda: fused_attn.swap_modules(torch.nn.Sequential(torch.nn.LayerNorm(8)))(Q),
-        TypeError, "a SwapReport is no model: swap_modules changes the model in place and returns "
-        "what it did; call the model that it was given",
+        TypeError, "a SwapReport is not a model: swap_modules changes the model in place and "
+        "returns a report; call the model that was passed to it",
     ),
     "no_normalized_shape": (
         lambda: F.layer_norm(torch.tensor(1.0), ()),
@@ -406,5 +406,5 @@ def test_unknown_field_of_a_call_is_an_error():
     """A module built before a field existed refuses to load."""
     known = set(_cpu.FIELDS)
     check_fields(known)
-    with pytest.raises(ImportError, match="does not read dense, softcap of calls"):
+    with pytest.raises(ImportError, match="does not know the call fields dense, softcap"):
         check_fields(known - {"softcap", "dense"})

@@ -1,4 +1,4 @@
-"""Attention and gradients on the CPU kernels for few queries, which have no query tiles."""
+"""Attention and gradients on the CPU kernels for few queries, which use no query tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fused_attn import functional, masks
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """Heads share keys; the last KV block and the last vector of features are partial."""
+    """With GQA, the last KV block and the last vector of features are partial."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -37,7 +37,7 @@ def test_bias_and_options(options, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_one_key_has_all_the_weight(dtype, isa):
-    """The backward recomputes scores with the rounding of the forward."""
+    """The backward recomputes scores with the same rounding as the forward."""
     tensors = random_qkv(2, 4, 4, 4, 300, 64)
     tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)
     tensors["query"] = tensors["query"] * 8

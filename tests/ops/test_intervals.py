@@ -19,7 +19,7 @@ CPU, INF = torch.device("cpu"), float("inf")
 
 
 def blocks_of(counts, indices, columns):
-    """Return the listed blocks as a bool matrix, and check the form of the lists."""
+    """Check the form of the block lists, and return the listed blocks as a bool matrix."""
     assert counts.dtype == indices.dtype == torch.int32
     assert counts.is_contiguous() and indices.is_contiguous() and indices.shape[-1] == columns
     listed = torch.arange(columns) < counts[..., None]
@@ -54,7 +54,7 @@ def check_blocks(intervals, visible, block_size, *, exact):
 
 
 def elements_of(intervals, shape):
-    """Evaluate the intervals and the rest, position by position."""
+    """Evaluate intervals and remaining conditions, position by position."""
     key, rest, rows = torch.arange(intervals.seqlen_k), intervals.rest, intervals.rows
     inside = (key >= intervals.begin[..., None]) & (key < intervals.end[..., None])
     visible = inside[:, None]
@@ -74,7 +74,7 @@ def elements_of(intervals, shape):
 @pytest.mark.sampled("the first hundred are there", start=range(100, 600))
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_structured_masks(start):
-    """Random masks give the visible positions of the dense mask and FlexAttention's blocks."""
+    """Random masks give the dense mask's visible positions and FlexAttention's block lists."""
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))

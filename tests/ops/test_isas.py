@@ -25,7 +25,7 @@ from fused_attn.call.options import NormOptions
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name, dtype, isa):
-    """More than 64 queries, because float32 runs on AVX-512 kernels below that on CPUs with AMX."""
+    """There are more than 64 queries; with fewer, float32 runs on AVX-512 instead of AMX."""
     mask = MASKS[name](3, 4, 75, 149)
     tensors = random_qkv(3, 4, 2, 75, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -46,7 +46,7 @@ def test_rows_an_odd_number_apart(dtype, isa):
 
 
 def test_sums_over_keys(isa):
-    """With gentle ALiBi slopes, two large weights of a row round 38 small ones."""
+    """With small ALiBi slopes, rows have two large weights and 38 small ones."""
     shape = 2, 2, 1, 70, 139
     slopes = 2.0 ** (-4.0 * torch.arange(1.0, 3.0))
     mask = masks.sliding_window(27, 15) & masks.alibi(slopes)
@@ -75,7 +75,7 @@ def total_of(input, residual):
 
 
 def test_float16_conversions_are_those_of_the_processor(isa):
-    """Every finite float16 passes unchanged through a norm's sum."""
+    """The norm's sum leaves every finite float16 unchanged."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)
@@ -158,7 +158,7 @@ def assert_same_bits_on_threads(run):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_threads_do_not_change_gradients(dtype, isa):
-    """The gradient of a bias that is broadcast over the batch is a sum over all threads."""
+    """The gradient of a bias that is broadcast over the batch is summed over all threads."""
     tensors = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
     bias = torch.randn(1, 4, 300, 300, generator=drawn(6))
 

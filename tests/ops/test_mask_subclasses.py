@@ -85,7 +85,7 @@ def test_causal_bias_in_other_functions(make, align):
 
 
 def test_causal_bias_of_other_lengths(qkv):
-    with pytest.raises(ValueError, match=r"CausalBias of lengths \(33, 47\), got \(33, 46\)"):
+    with pytest.raises(ValueError, match=r"CausalBias for lengths \(33, 47\), got \(33, 46\)"):
         attend(qkv, causal_upper_left(33, 46))
 
 

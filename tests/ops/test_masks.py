@@ -25,7 +25,7 @@ def real(length, seqlen, side, position):
 
 
 def offset(align, b, key_lengths=None, query_lengths=None, side="right"):
-    """Return the diagonal's offset; for bottom_right, it joins the last real query and key."""
+    """Return the diagonal's offset; with bottom_right, the last real query and key are on it."""
     if align == "top_left":
         return 0
     last_key, last_query = LEN_K - 1, LEN_Q - 1
@@ -199,7 +199,7 @@ def test_to_where_it_is_gives_the_mask_itself(name):
 
 
 def test_a_new_condition_is_a_class_and_a_field(monkeypatch):
-    """Mask finds, moves and combines the tensors of a new condition."""
+    """Mask methods find, move and combine the tensors of a new condition."""
 
     @dataclass(frozen=True)
     class Blocks:

@@ -145,7 +145,7 @@ def test_no_copy_is_made(layout, needs_grad, backend):
         events = profile.key_averages()
         return sum(e.count for e in events if e.key in ("aten::clone", "aten::copy_"))
 
-    # Triton's interpreter makes copies of its own.
+    # Triton's interpreter makes additional copies.
     own = copies([view.contiguous() for view in views])
     assert (copies(views) == own) == layout.in_place
 

@@ -52,7 +52,7 @@ def norm(kind, input, **options):
 
 
 def trained(kind, leaves, **options):
-    """Return the results without grad, with grad, and random gradients of all leaves."""
+    """Return the results without and with grad, and gradients of all leaves for random inputs."""
     with torch.no_grad():
         inferred = norm(kind, **leaves, **options)
     inferred = inferred if isinstance(inferred, tuple) else (inferred,)
@@ -161,7 +161,7 @@ def test_changes_before_the_backward_are_errors(changed, looked_at):
 
 
 def test_results_may_be_changed(looked_at):
-    """Results are not views, and the backward saves none that it does not need."""
+    """Results are not views, and autograd saves only those that the backward needs."""
     leaves = tensors(residual=True)
     out, total = norm("layer_norm", **leaves, return_residual=True)
     out.add_(1.0).sum().backward()

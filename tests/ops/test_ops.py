@@ -1,4 +1,4 @@
-"""The registered ops under torch's own machinery: opcheck, compile, export, autocast, modes."""
+"""The registered ops under torch's opcheck, compile, export, autocast and modes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_compile_with_gradients(compiler, dynamic):
 
 
 def test_compile_notices_use_backend():
-    """use_backend is part of the guards of compiled code."""
+    """Guards of compiled code include use_backend."""
     compiled = torch.compile(
         lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True, backend="aot_eager"
     )

@@ -145,7 +145,7 @@ def test_backends_without_partial_results_say_so(name):
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
-    """Rows of dS of a part do not sum to the gradient of lse, as a complete row does."""
+    """Rows of dS sum to the gradient of lse only if they are complete, not in a part."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, SHAPES["training"])
     bias = torch.randn(1, 4, *sizes, generator=drawn(4)).to(call.query.device)

@@ -64,7 +64,7 @@ def test_all_chains_are_in_the_loop(
 
 
 def innermost_loops(lines: list[str]) -> list[list[str]]:
-    """Return the instructions of each innermost loop, from its label to the jump back."""
+    """Return the instructions of each innermost loop, from its label to its backward jump."""
     loops, body, label = [], [], ""
     for line in lines:
         if found := re.match(r"(\.L\w+):", line):

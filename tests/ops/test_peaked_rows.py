@@ -1,4 +1,4 @@
-"""Gradients of rows that see few keys, or one that has nearly all the weight.
+"""Gradients of rows with few visible keys, or with nearly all weight on one key.
 
 `make random-problems` searches many more of these problems, in every type.
 """

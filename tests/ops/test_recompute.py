@@ -1,4 +1,4 @@
-"""Dropout of forwards that torch.compile recomputes under a memory budget."""
+"""Dropout in forwards that torch.compile recomputes under a memory budget."""
 
 from __future__ import annotations
 

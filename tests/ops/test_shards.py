@@ -63,7 +63,7 @@ def origin_of(part, device):
 
 
 def shard(part, backend, dtype=torch.float32, one_key_head=False):
-    """Return the call of a part; with an identity as value, out is the weights."""
+    """Return the call of a part; the value is the identity, so out is the weights."""
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
     heads_kv = 1 if one_key_head else heads
@@ -147,7 +147,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_of_a_part(dtype, backend):
-    """Values of a shard with a mask and shared heads are within the contract."""
+    """Results of a shard with a mask and GQA are within the contract."""
     part = PARTS["everything"]
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
 
@@ -401,8 +401,8 @@ def test_torchs_own_kernels_refuse():
     for call in (shard(PARTS["rows"], "cpp"), norm):
         call = with_options(call, seed=None)
         reasons = get_backend("sdpa").unsupported(problem_of(call))
-        assert any("larger whole" in reason for reason in reasons)
+        assert any("complete call" in reason for reason in reasons)
         assert "sharded" in repr(problem_of(call))
         undropped = problem_of(with_options(call, dropout_p=0.0))
-        assert not any("larger whole" in why for why in get_backend("sdpa").unsupported(undropped))
+        assert not any("complete call" in why for why in get_backend("sdpa").unsupported(undropped))
         assert all(not get_backend(name).unsupported(problem_of(call)) for name in ("cpp", "eager"))

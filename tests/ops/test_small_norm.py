@@ -84,7 +84,7 @@ def test_messages_are_ours(call, error, message):
 
 
 def test_compiled_norms_are_torchs_operations():
-    """Inductor can fuse them with their neighbors. With dropout, a kernel of ours runs."""
+    """Inductor can fuse small norms with adjacent operations. With dropout, our kernel runs."""
     graphs = []
 
     def backend(graph, inputs):

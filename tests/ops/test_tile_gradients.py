@@ -1,4 +1,4 @@
-"""Gradients of the AMX kernels, which combine 32 queries with 32 keys and skip hidden tiles.
+"""Gradients of the AMX kernels, which combine 32 queries with 32 keys and skip masked tiles.
 
 test_isas.py runs them with every mask.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("isa", AMX, indirect=True)
 
 
 def checkered(queries: int, keys: int) -> torch.Tensor:
-    """Return a random mask of 32 x 32 tiles, so that runs of tiles have gaps."""
+    """Return a random mask of 32 x 32 tiles, so that visible tiles have gaps between them."""
     generator = torch.Generator().manual_seed(3)
     tiles = torch.rand(-(-queries // 32), -(-keys // 32), generator=generator) < 0.5
     return tiles.repeat_interleave(32, 0).repeat_interleave(32, 1)[:queries, :keys]
@@ -46,7 +46,7 @@ def checkered(queries: int, keys: int) -> torch.Tensor:
     ids=["none", "causal", "window", "diagonal", "checkered", "blocks", "seldom"],
 )  # fmt: skip
 def test_long(mask, dtype, isa):
-    """There are more query tiles and KV blocks than are packed at a time."""
+    """There are more query tiles and KV blocks than are packed at once."""
     assert_like_eager(attention(mask), random_qkv(1, 1, 1, 700, 630, 64), dtype, "cpp")
 
 
@@ -89,7 +89,7 @@ def test_bias(shape, dtype, isa):
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
-    """There are more query tiles than are packed at a time."""
+    """There are more query tiles than are packed at once."""
     tensors = random_qkv(1, 8, 8, 700, 330, 64)
     tensors["bias"] = torch.randn(8, 700, 330)
     assert_like_eager(attention(mask, dropout_p=dropout_p), tensors, dtype, "cpp")

@@ -1,4 +1,4 @@
-"""Ordinary calls that were wrong once."""
+"""Ordinary calls that once gave wrong results."""
 
 from __future__ import annotations
 

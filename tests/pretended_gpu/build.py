@@ -1,7 +1,7 @@
-"""Build the pretended GPU, and the package's compiled modules for it, into build/pretended-gpu.
+"""Build the simulated GPU, and the package's compiled modules for it, into build/pretended-gpu.
 
-It is run by the Python of the environment there (make_env.sh), whose torch decides which libraries
-of NVIDIA have to be there, and with which symbols. Prints nothing unless it fails.
+Run it with the Python of that folder's environment (make_env.sh), whose torch determines the
+required NVIDIA libraries and their symbols. It prints nothing unless it fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SOURCES = {
     "libcuda.so.1": ["driver.c", "state.c"],
     "libcudart.so.13": ["runtime.c", "launches.c", "streams.c"],
 }
-# What functions return that are only stubs. Those of cuBLAS and its like succeed, for torch then
-# goes on with values that mean nothing; here "not supported", so that nothing is missed in silence.
+# Return values of stub functions. Stubs of cuBLAS and similar libraries succeed, so that torch
+# continues with meaningless values; those listed here return "not supported" to be noticed.
 NOT_SUPPORTED = 801
 RETURNED = {"libcuda.so.1": NOT_SUPPORTED, "libcudart.so.13": NOT_SUPPORTED, "libnvrtc.so.13": 1}
 # Functions whose results torch checks.
@@ -119,7 +119,7 @@ def stub(name: str, is_variable: bool, value: int) -> str:
     if LAUNCHING.fullmatch(name):
         return COUNTED.format(name=name)
     if name.endswith("String"):
-        return f'const char* {weak} {name}() {{ return "of the pretended GPU"; }}'
+        return f'const char* {weak} {name}() {{ return "of the simulated GPU"; }}'
     if is_variable:
         return f"long {name}[64] {weak};"
     return f"long {weak} {name}() {{ return {value}; }}"

@@ -1,4 +1,4 @@
-"""Checks of the pretended GPU. tests/repo/test_pretended_gpu.py runs pytest on this file."""
+"""Checks of the simulated GPU. tests/repo/test_pretended_gpu.py runs pytest on this file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_launches(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "sdpa"])
 def test_capture(backend: str) -> None:
-    """Forward and backward do not wait for the device, so that a graph can capture them."""
+    """Forward and backward do not synchronize, so that a CUDA graph can capture them."""
     skip_unless_available(backend)
     tensors = inputs()
     side = torch.cuda.Stream()
@@ -84,7 +84,7 @@ def test_capture(backend: str) -> None:
     ids=["item", "cpu", "nonzero", "stream", "device", "upload"],
 )
 def test_waiting_in_a_capture(wait: Callable[[Tensor], object]) -> None:
-    """Waiting during a capture is an error, and the next capture succeeds."""
+    """A synchronization during a capture is an error, and the next capture succeeds."""
     scalar = torch.zeros((), device="cuda")
 
     def capture(inside: Callable[[Tensor], object]) -> None:
@@ -105,7 +105,7 @@ def test_waiting_after_a_capture() -> None:
 def launch(
     grid: tuple[int, int, int], block: tuple[int, int, int], shared: int = 0, opt_in: int = 0
 ) -> int:
-    """Launch a kernel by the driver, and return its error."""
+    """Launch a kernel through the driver, and return the error."""
     driver = ctypes.CDLL("libcuda.so.1")
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_void_p()
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
@@ -152,7 +152,7 @@ def test_unknown_device() -> None:
 
 
 def test_host_pointers() -> None:
-    """Triton asks the driver whether it can read what it gets."""
+    """The driver rejects host pointers, about which Triton queries it."""
     triton = pytest.importorskip("triton")
     value, host = ctypes.c_uint64(), torch.zeros(3)
     driver = ctypes.CDLL("libcuda.so.1")
@@ -164,7 +164,7 @@ def test_host_pointers() -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "triton", "cuda", "flex"])
 def test_compiled_in_one_graph(backend: str) -> None:
-    """torch 2.11 traces less than later versions."""
+    """Calls compile as one graph, also with torch 2.11, which supports less in a trace."""
     x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = masks.causal() & masks.padding(torch.tensor([40], device="cuda"))
 
@@ -178,6 +178,6 @@ def test_compiled_in_one_graph(backend: str) -> None:
 
 
 def test_tensors_of_other_devices_are_refused() -> None:
-    """A kernel would read memory that it cannot; tests/backends/test_cuda_host.py has the other."""
+    """CPU kernels refuse CUDA tensors; tests/backends/test_cuda_host.py tests the reverse."""
     with pytest.raises(ValueError, match="on one device, got one on cuda:0"):
         get_backend("cpp").tile_summary(torch.zeros(1, 1, 8, 8, device="cuda"))

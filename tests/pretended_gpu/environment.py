@@ -1,4 +1,4 @@
-"""Environment variables of processes on the pretended GPU; as a program, runs Python there."""
+"""Environment variables of processes on the simulated GPU; as a program, runs Python there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PYTHON = FOLDER / "venv" / "bin" / "python"
 
 
 def missing() -> str | None:
-    """Return the missing build step of the pretended GPU, or None."""
+    """Return the missing build step of the simulated GPU, or None."""
     parts = [PYTHON, FOLDER / "lib" / "libcudart.so.13", *[FOLDER / "cmake" / "build.ninja"]]
     absent = [str(part.relative_to(ROOT)) for part in parts if not part.exists()]
     return f"no {absent[0]}: see tests/pretended_gpu/README.md" if absent else None
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables of a process with the pretended GPU."""
+    """Return the environment variables of a process with the simulated GPU."""
     library, caches = str(FOLDER / "lib"), FOLDER / "cache"
     # `site` has the sitecustomize.py that finds the compiled modules; the package is in ROOT.
     paths = [HERE, HERE / "site", ROOT, HERE.parent / "support", ROOT / "scripts"]

@@ -1,4 +1,4 @@
-"""Counts of kernel launches on the pretended GPU in this process."""
+"""Counts of kernel launches on the simulated GPU in this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""pytest plugin for the pretended GPU, which computes nothing: pytest -p plugin --assert=plain.
+"""pytest plugin for the simulated GPU, which computes nothing: pytest -p plugin --assert=plain.
 
-A test passes unless code of the host raises. Assertions of the tests compare values, which are
-garbage here, so one that fails says nothing; one of the package or of torch is a host error.
+A test passes unless host code raises an exception. Failed assertions in tests are ignored, because
+they compare values, which are garbage here; those in the package or in torch are host errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Compute no references, which take most of the time: nothing can be compared to them."""
+    """Compute no references: they take most of the time, and nothing can be compared with them."""
     import helpers  # by now, as pytest has put tests/support on the path only now
 
     helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))
@@ -65,11 +65,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def _compares(trace: TracebackType | None) -> bool:
-    """Return True if an assertion was raised by a test or by what compares values for it."""
+    """Return True if an assertion was raised by a test or by its comparison of values."""
     raised_in = traceback.extract_tb(trace)[-1].filename
     return Path(raised_in).is_relative_to(TESTS) or any(part in raised_in for part in COMPARING)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = terminalreporter.config.stash[passed_over]
-    terminalreporter.write_line(f"pretended GPU: {count} tests passed in spite of wrong values")
+    terminalreporter.write_line(f"simulated GPU: {count} tests passed in spite of wrong values")

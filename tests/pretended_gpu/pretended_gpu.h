@@ -1,4 +1,4 @@
-// State of the pretended GPU that its CUDA driver owns and its CUDA runtime uses too.
+// State of the simulated GPU that its CUDA driver owns and its CUDA runtime uses too.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// Errors, devices and memory of a CUDA runtime on the pretended driver. With launches.c and
+// Errors, devices and memory of a CUDA runtime on the simulated driver. With launches.c and
 // streams.c it is libcudart.so.13; build.py adds the functions that only say that they are not
 // supported.
 #include <stdint.h>

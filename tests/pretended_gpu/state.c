@@ -1,4 +1,4 @@
-// The state of the pretended GPU: kernels, memory and stream captures. It is part of libcuda.so.1,
+// The state of the simulated GPU: kernels, memory and stream captures. It is part of libcuda.so.1,
 // as a process has one driver, but may have several CUDA runtimes.
 #include <pthread.h>
 #include <search.h>
@@ -35,7 +35,7 @@ static void* blocks;  // a tree of tsearch()
 static size_t allocated;
 static _Thread_local int thread_mode = cudaStreamCaptureModeGlobal;
 
-// Errors: those that the pretended GPU can return.
+// Errors: those that the simulated GPU can return.
 static const struct {
   cudaError_t error;
   const char *name, *text;

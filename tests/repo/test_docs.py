@@ -1,4 +1,4 @@
-"""Links of the pages: files, and the symbols that they name, exist."""
+"""Links of the pages: the named files and symbols exist."""
 
 from __future__ import annotations
 

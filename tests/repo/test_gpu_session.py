@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py keeps all finished results, whatever fails."""
+"""scripts/gpu_session.py keeps all finished results after any failure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def test_faults(tmp_path, capsys):
-    """Each unit gets its status; later units and the next section still run."""
+    """Each unit has the right status; later units and the next section still run."""
     planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
     results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
     wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
@@ -119,7 +119,7 @@ def test_sigterm_half_way(tmp_path):
 
 @pytest.mark.parametrize("builds", [pytest.param(True, marks=MORE), False])
 def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
-    """It is built while other sections run; if that fails, only the CUDA section is skipped."""
+    """_cuda is built while other sections run; if that fails, only the CUDA section is skipped."""
     facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
     facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('reason: no module')\n"
     for name, text in (("facts", facts), ("good", GOOD)):

@@ -1,4 +1,4 @@
-"""The package as a kernel of Hugging Face's Hub: loaded from a folder, under another name."""
+"""The package as a Hugging Face Hub kernel: loaded from a folder, under another name."""
 
 from __future__ import annotations
 

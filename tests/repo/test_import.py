@@ -12,7 +12,7 @@ import contextlib
 import sys
 import torch
 
-# torch's own doing, if it does: nothing to be seen then.
+# torch may import triton itself; the test then shows nothing.
 before = "triton" in sys.modules
 import fused_attn
 from fused_attn import masks
@@ -81,7 +81,7 @@ def test_flops_are_counted_whoever_imports_the_counter(before):
 
 
 def test_the_counter_may_come_from_anywhere():
-    """The module may be searched twice and executed twice."""
+    """torch.utils.flop_counter may be found and executed twice."""
     run(
         """
 import fused_attn, importlib.util

@@ -1,4 +1,4 @@
-"""Properties of the package as a whole: objects, headers, version, file lengths, build options."""
+"""Packaging: object files, headers, version, file lengths and build options."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def source_files(*dirs: str) -> list[Path]:
 
 
 def isa_objects() -> list[Path]:
-    """Return the objects of the instruction sets, from the build directory of each compiler."""
+    """Return the object files of each instruction set, from each compiler's build directory."""
     build_dirs = f"build/cmake-{sysconfig.get_config_var('SOABI')}-*"
     return sorted(ROOT.glob(f"{build_dirs}/CMakeFiles/isa_*.dir/csrc/cpu/kernels*.cpp.o"))
 
@@ -142,11 +142,11 @@ def configured(tmp_path: Path, *options: str) -> str:
 def test_nvcc_is_not_looked_for_unasked(tmp_path):
     executable(tmp_path / "nvcc", f'touch "{tmp_path}/called"; exit 1')
     text = configured(tmp_path, "-DFUSED_ATTN_CUDA=OFF")
-    assert "CUDA module: not built, FUSED_ATTN_CUDA=1 asks for it" in text
+    assert "CUDA module: not built (set FUSED_ATTN_CUDA=1 to build it)" in text
     assert "Build files have been written" in text
     assert not (tmp_path / "called").exists()
     text = configured(tmp_path, "-DFUSED_ATTN_CUDA=ON")
-    assert "asks for the CUDA module, but no working nvcc was" in text
+    assert "requests the CUDA module, but no working nvcc was" in text
     assert (tmp_path / "called").exists()
 
 

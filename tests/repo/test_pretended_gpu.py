@@ -1,4 +1,4 @@
-"""The host code of the GPU backends runs on the pretended GPU of tests/pretended_gpu."""
+"""The host code of the GPU backends runs on the simulated GPU of tests/pretended_gpu."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Code, commands and tables of the README and of docs/ are right, and the README is short."""
+"""Code, commands and tables in the README and docs/ are right, and the README is short."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_python_blocks_run(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_there(page):
-    """Targets of make and arguments of fused-attn in code exist."""
+    """The make targets and fused-attn arguments in code blocks exist."""
     from fused_attn.tools import cli
 
     text = page.read_text("utf-8")
@@ -73,7 +73,7 @@ def test_every_mask_is_listed():
 
 
 def test_every_backend_has_a_status():
-    """The table has every backend, and planned ones."""
+    """The table lists every backend, and planned ones."""
     from fused_attn.backends.registry import BACKENDS
 
     _, table = README.read_text("utf-8").split("| backend |")
@@ -94,7 +94,7 @@ def test_values_of_environment_variables_are_listed():
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
 def test_figures_are_those_of_the_results(name, monkeypatch):
-    """`python benchmarks/report.py` writes the figures."""
+    """The figures on the page are those that `python benchmarks/report.py` writes."""
     pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import report

@@ -1,4 +1,4 @@
-"""The site of the docs: it builds without warnings and has every public name."""
+"""The documentation site builds without warnings and has every public name."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from fused_attn.compat import flash_attn
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-MODULES = {"masks", "nn"}  # of fused_attn.__all__: they have pages of their own
+MODULES = {"masks", "nn"}  # of fused_attn.__all__: they have separate pages
 
 
 def test_reference_has_every_public_name():
@@ -33,7 +33,7 @@ def test_reference_has_every_public_name():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_kept_without_outputs(path):
-    """Outputs come from the build of the site."""
+    """The committed notebooks have no outputs; the site's build creates them."""
     cells = json.loads(path.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 

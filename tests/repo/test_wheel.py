@@ -1,4 +1,4 @@
-"""Wheels: required system libraries, contents, and OpenMP."""
+"""Wheels: required system libraries, contents and OpenMP."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-# What every Linux has that torch runs on; and torch's own libgomp, see below.
+# Libraries of every Linux that torch supports; and torch's libgomp, see below.
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.so.1"}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: manylinux wheels")
@@ -100,7 +100,7 @@ def test_wheel_needs_what_systems_have(wheel, tmp_path):
 @linux
 @pytest.mark.slow
 def test_nothing_is_compiled_twice(tmp_path):
-    """Builds in place and of wheels share objects, whatever PATH and the folder of pybind11 are."""
+    """In-place and wheel builds share objects, regardless of PATH and pybind11's folder."""
     for module in ("build", "cmake", "ninja", "pybind11"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     for tool in ("cmake", "ninja"):
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_twice(tmp_path):
 
 @linux
 def test_threads_are_those_of_torch():
-    """The process loads one libgomp, that of torch. A second one would have separate threads."""
+    """The process loads only torch's libgomp. A second one would have separate threads."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"

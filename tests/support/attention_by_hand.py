@@ -1,4 +1,4 @@
-"""Hand-written attention that models call from another module."""
+"""Hand-written attention that models in another module call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print, as JSON, the attention calls in the graphs of torch.compile on a pretended H100.
+"""Print, as JSON, the attention calls in the graphs of torch.compile on a simulated H100.
 
     python tests/support/compile_for_h100.py GUARD_LIBRARY
 

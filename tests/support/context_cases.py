@@ -36,7 +36,7 @@ CAUSAL = fused_attn.masks.causal()
 
 
 class Model(nn.Module):
-    """Two blocks with attention that is causal."""
+    """Two blocks with causal attention."""
 
     def __init__(self, fused: bool = False) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def step_of_style(length: int, mask, checkpoint: str) -> dict:
 
 
 def unshard_gradient(length: int, mesh: tuple) -> Tensor:
-    """Return the gradient of the complete tensor, of a loss that all ranks compute."""
+    """Return the gradient of a loss that all ranks compute, for the complete tensor."""
     whole = torch.arange(length * 3.0).view(1, length, 3).requires_grad_()
     sharding = distributed.Sharding.of_lengths([length - 5, 0, 2, 3])
     args = [1], sharding
@@ -159,7 +159,7 @@ def unshard_gradient(length: int, mesh: tuple) -> Tensor:
 
 
 def message_of(case: str) -> str:
-    """Return the error of a wrong use."""
+    """Return the error that invalid use raises."""
     tokens = torch.zeros(1, 16, 8)
     own = {"buffers": [tokens], "buffer_seq_dims": [1]}
     given = torch.randn(1, 4, 4, 8)

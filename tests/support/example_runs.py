@@ -1,4 +1,4 @@
-"""Runner for the examples, which starts them as a user would, on little data."""
+"""Runner that starts the examples as a user would, on little data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes and failures of single ranks, and what the others make of them."""
+"""Mistakes and failures of single ranks, and the resulting errors on the others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def with_cold_caches(kind: str) -> bool:
 
 
 def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
-    """Return the error of this rank, and after how many seconds; the last rank fails."""
+    """Return the error of this rank and the seconds until it; the last rank fails."""
     last = dist.get_rank() == dist.get_world_size() - 1
     _call(kind)  # everything works at first
     began = time.perf_counter()

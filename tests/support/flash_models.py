@@ -1,7 +1,7 @@
 """Stand-ins for flash-attn 2, 3, 4 and torch's varlen_attn: same signatures and semantics.
 
 Each has the arguments of its original, aligns masks as it does, and refuses what it refuses. The
-models also have the traps: the last tile of a sequence loads values behind its end and multiplies
+models also have the pitfalls: the last tile of a sequence loads values after its end and multiplies
 them by 0, lse is +inf in rows without keys (flash-attn 2 and torch), and a gradient of lse is
 ignored, except by flash-attn 4.
 """
@@ -103,8 +103,8 @@ Sides = tuple[int | None, int | None]
 def _fa2_sides(causal: bool, window: Any, seqlen_k: int) -> Sides:
     """Return the window of flash-attn 2, where any negative number means no limit.
 
-    A side >= seqlen_k means no limit either, and no limit on the right means seqlen_k if there is
-    one on the left, even if there are more queries than keys.
+    A side >= seqlen_k means no limit too. If the left side is limited, no limit on the right means
+    seqlen_k, even if there are more queries than keys.
     """
     left, right = (None if side < 0 or side >= seqlen_k else side for side in window)
     right = 0 if causal else right
@@ -317,7 +317,7 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b1", "flash-attn-4": "4
 
 
 def installer(monkeypatch):
-    """Yield a function that makes only some engines installed, as stand-ins for the CPU."""
+    """Yield a function that installs only the named engines, as stand-ins for the CPU."""
     monkeypatch.setattr(engines, "no_gpu", list)
     monkeypatch.setattr(engines, "_installed", VERSIONS.get)
     monkeypatch.setattr(denylist, "DEFECTS", ())

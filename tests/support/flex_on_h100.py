@@ -1,6 +1,6 @@
-"""FlexAttention's kernels for a pretended H100: generate, run in Triton's interpreter, compile.
+"""FlexAttention's kernels for a simulated H100: generate, run in Triton's interpreter, compile.
 
-Each step is a process of its own: lower_for_h100.py and run_for_h100.py.
+Each step runs in a separate process: lower_for_h100.py and run_for_h100.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _guard(folder: Path) -> Path:
 
 
 def _run(script: str, *arguments: Path, **environment: str) -> str:
-    """Run a script of this folder; return what it prints."""
+    """Run a script in this folder and return its output."""
     cache = arguments[0].parent / "inductor"
     environment = {
         **os.environ,

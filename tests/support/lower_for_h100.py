@@ -1,7 +1,7 @@
 """Generate FlexAttention's Triton kernels for an H100, on a machine without one.
 
-Inductor lowers the backend's functions for CUDA tensors without values, on a pretended device. Run
-as a process of its own, as it replaces much of torch.cuda:
+Inductor lowers the backend's functions for CUDA tensors without values, on a simulated device. Run
+it in a separate process, because it replaces much of torch.cuda:
 
     python tests/support/lower_for_h100.py GUARD_LIBRARY PROBLEMS OUTPUT
 
@@ -128,7 +128,7 @@ def _constant(value: Any) -> Any:
 
 
 def _configure() -> None:
-    """Switch off what Inductor would run on the device while it compiles."""
+    """Disable everything that Inductor would run on the device during compilation."""
     import inspect
     import sys
 
@@ -200,7 +200,7 @@ def lower(problem: dict[str, Any]) -> Lowering:
         torch.compile = functools.partial(compile_, backend=backend)  # type: ignore[assignment]
         try:
             compiled.run(problem["variant"], query, key, value, operands)
-        except Exception:  # the generated code is not loaded; all that matters is that it is there
+        except Exception:  # the generated code is not loaded, only recorded
             if len(found.code) != count:
                 raise
         finally:

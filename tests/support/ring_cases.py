@@ -82,7 +82,7 @@ class Case:
         return fused_attn.varlen_attention(query, key, value, *ends, *longest, mask, **options)
 
     def assembled(self, results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the complete tensors, of the results of all ranks."""
+        """Return the complete tensors from the results of all ranks."""
         whole = {}
         for name in results[0]:
             parts = [result[name] for result in results]
@@ -165,7 +165,7 @@ _meshes: dict[tuple[int, ...], Any] = {}
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
-    """Return a mesh of all ranks; each is made once."""
+    """Return a mesh of all ranks; each mesh is created once."""
     if shape not in _meshes:
         _meshes[shape] = dist.init_device_mesh("cpu", shape)
     return _meshes[shape]
@@ -177,7 +177,7 @@ def run_both_on_rank(cases: list[Case], tensors: list) -> list[dict[str, Any]]:
 
 
 def second_derivative() -> str:
-    """Return the error of differentiating a gradient of an output gradient without history."""
+    """Return the error of a second derivative whose output gradient has no history."""
     query = torch.randn(1, 2, 4, 8, requires_grad=True)
     out = distributed.ring_attention(query, query, query)
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
@@ -204,7 +204,7 @@ def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
 
 
 def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
-    """Run `run_on_rank` with the keys of `ahead` steps in flight."""
+    """Run `run_on_rank` with the keys of `ahead` steps in transfer."""
     with mock.patch.object(ring, "AHEAD", ahead):
         return run_on_rank(*args)
 

@@ -38,13 +38,13 @@ _BLOCK = 256  # elements per program in kernels whose block size Inductor would 
 
 
 class Interpreted:
-    """Stands for Inductor's AsyncCompile."""
+    """Stand-in for Inductor's AsyncCompile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def triton(self, name: str, source: str, **options: Any) -> Kernel:
-        """Return a kernel of a source text."""
+        """Return a kernel from its source text."""
         source = _HEURISTICS.sub("", source).replace("triton_helpers.set_driver_to_gpu()", "")
         if "libdevice.tanh(" in source:
             source = source.replace("libdevice.tanh(", "_tanh(")
@@ -62,7 +62,7 @@ class Interpreted:
 
 
 class Kernel:
-    """A kernel with the interface of Inductor's."""
+    """Kernel with the interface of Inductor's kernels."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

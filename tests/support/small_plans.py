@@ -15,7 +15,7 @@ SHAPE = "2,4/2,21,37,16"
 
 
 def small_plan(features=("none", "causal"), dtypes=("float32",)):
-    """Checks of a second, and classes of these features, of few problems."""
+    """Return a plan with checks that take about a second, and small classes of the features."""
     checks = [
         AttentionCheck(shape=SHAPE, result="lse"),
         AttentionCheck(shape=SHAPE, mask="causal"),
@@ -36,7 +36,7 @@ def class_named(feature, direction, length="L<=128"):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Whatever is not torch's takes half its time, but for masks; whatever the machine."""
+    """Time every backend that does not wrap torch at half of torch's time, on any machine."""
 
     def medians(ways, device, rounds, advance):
         return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}

@@ -38,7 +38,7 @@ def full(tensor: Any) -> Any:
 
 
 def results(outs: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the global outputs, and the global gradients of a sum of them, for all leaves."""
+    """Return the global outputs, and the global gradients of their sum for all leaves."""
     outs = [full(out) for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
     weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape) for o in outs]
     finite = [torch.where(out.isfinite(), out, 0.0) for out in outs]
@@ -93,7 +93,7 @@ MASKS = [
 
 
 def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: float) -> Pairs:
-    """Outputs, lse and gradients with masks as plain tensors. Ranks have different generators."""
+    """Return outputs, lse and gradients with plain mask tensors; generators differ by rank."""
     mesh, found = mesh_of(2), {}
     for kind in kinds:
         leaves = qkv(dtype)
@@ -139,7 +139,7 @@ def dtensor_masks(placed: str) -> Pairs:
 
 
 def cached_masks() -> tuple[bool, Pairs]:
-    """Return True if two calls share the mask of a shard; results of shards of another shape."""
+    """Return True if two calls share a shard's mask, and results of shards of another shape."""
     from fused_attn.distributed import dtensors
 
     mesh = mesh_of(2)
@@ -265,7 +265,7 @@ def two_dimensions() -> Pairs:
 
 
 def refusals() -> dict[str, str]:
-    """Return for each expected message the one that was raised."""
+    """Return the raised message for each expected message."""
     from fused_attn.distributed import HeadwiseParallel
 
     mesh = mesh_of(2)
@@ -275,7 +275,7 @@ def refusals() -> dict[str, str]:
         "num_heads must be divisible by the 2 ranks of the mesh, got 3": lambda: parallelize_module(
             fused_attn.nn.MultiheadAttention(12, 3), mesh, HeadwiseParallel()
         ),
-        "HeadwiseParallel must get a fused_attn.nn.MultiheadAttention": lambda: parallelize_module(
+        "HeadwiseParallel must be applied to fused_attn.nn": lambda: parallelize_module(
             torch.nn.Linear(3, 3), mesh, HeadwiseParallel()
         ),
         "key must be a DTensor (as query), got a plain tensor": lambda: attend(

@@ -125,7 +125,7 @@ def hugging_face() -> Pairs:
 
 
 def decoded() -> Pairs:
-    """Steps of a decoder with a cache of keys and values, each rank with those of its heads."""
+    """Run decoding steps with a KV cache; each rank caches its heads."""
     torch.manual_seed(0)
     layer = fused_attn.nn.TransformerDecoderLayer(
         16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
@@ -193,7 +193,7 @@ def sequence_parallel() -> Pairs:
 
 
 def of_type(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """(name, result of the shards, of float64, of eager in dtype), for the numerics contract."""
+    """Yield (name, sharded result, float64 result, eager result) for the numerics contract."""
     torch.manual_seed(0)
     x = torch.randn(3, 33, 32)
     model = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)

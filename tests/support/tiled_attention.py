@@ -128,7 +128,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, tile: slice, options: Options) -
 
 
 def _keep(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """Return the factor of each weight in dropout: 0, or 1 / (1 - dropout_p)."""
+    """Return the dropout factor of each weight: 0 or 1 / (1 - dropout_p)."""
     shape = (*q.shape[:3], k.shape[2])
     if options.dropout_p == 0.0:
         return q.new_ones(shape)

@@ -1,4 +1,4 @@
-"""Import of timm without torchvision, which timm needs only for transforms and data sets."""
+"""Stand-in for torchvision, which timm needs only for transforms and data sets."""
 
 from __future__ import annotations
 

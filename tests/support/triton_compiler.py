@@ -56,7 +56,7 @@ class Compiled:
 
 @triton.jit
 def _hides_no_values(mask):  # type: ignore[no-untyped-def]
-    """Leave out the pass that computes a tile again because of NaN: it may spill registers."""
+    """Leave out the pass that recomputes a tile if it has NaN, because it may spill registers."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks at toy sizes on CPU tensors, so that none fails on its first GPU."""
+"""The benchmarks run at toy sizes on CPU tensors, so that none fails first on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fused_attn.tools.cases import Shape
 
 
 def firsts(problems, kind):
-    """The first shape of each kind."""
+    """Return the first shape of each kind."""
     return list({kind(shape): shape for shape, *_ in reversed(problems["gpu"])}.values())
 
 
@@ -34,7 +34,7 @@ PACKED, CALL, DECODE = (p["gpu"][0][0] for p in (shapes.PACKED, shapes.CALL, sha
 
 
 class Untimed:
-    """A Meter that calls, and takes no time."""
+    """Meter that runs the calls but reports fixed times."""
 
     def peak(self, dtype):
         return "matmul"

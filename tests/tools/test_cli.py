@@ -25,7 +25,7 @@ SMALL = ["--shape", "2,4/2,33,47,16", "--repeats", "2"]
 
 
 def run(capsys, *argv):
-    """Exit status, stdout, stderr."""
+    """Return exit status, stdout and stderr."""
     try:
         status = cli.main(argv)
     except SystemExit as leaving:
@@ -71,7 +71,7 @@ def failing():
 
 
 def off(function):
-    """A kernel that is off by more than the contract allows."""
+    """Make a kernel wrong by more than the contract allows."""
     return lambda *args, **kwargs: function(*args, **kwargs) * 1.001
 
 
@@ -166,7 +166,7 @@ def test_doctor_says_how_to_get_what_was_not_built(capsys):
     if importlib.util.find_spec("fused_attn._cuda") is not None:
         pytest.skip("reason: the CUDA module is here")
     out = run(capsys, "doctor")[1]
-    assert "built without the CUDA module, for which FUSED_ATTN_CUDA=1 asks" in out
+    assert "built without the CUDA module: build with FUSED_ATTN_CUDA=1" in out
 
 
 def test_doctor_json(capsys, tmp_path):
@@ -463,7 +463,7 @@ sys.exit(cli.main(sys.argv[1:]))
     "command", ["doctor", "bench --shape 1,1,32,32,8 --mask causal", "verify --help"]
 )
 def test_without_the_cpu_module(command):
-    """Triton, FlexAttention and torch's kernels need no compiled code, so the tools start."""
+    """The tools run without compiled modules, on Triton, FlexAttention and torch's kernels."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MODULE, *command.split()], capture_output=True, text=True
     )

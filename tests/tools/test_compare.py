@@ -1,4 +1,4 @@
-"""compare: right numbers, a verdict that can be bad, and a model that is left as it was."""
+"""compare: reported errors, good and bad verdicts, and an unchanged model."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def test_transformer_is_within_the_contract(dtype, norm_first):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_measured_against_float64(dtype):
-    """One norm: every number can be computed by hand."""
+    """The test recomputes every number of a model with one norm."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(16)).to(dtype)
     x = torch.randn(64, 16, dtype=dtype)
     report = compare(model, x)
@@ -92,7 +92,7 @@ def test_errors_are_measured_against_float64(dtype):
 
 
 def test_fused_modules_are_what_is_measured(monkeypatch):
-    """A kernel that is off is reported, and in the right rows."""
+    """A wrong kernel is reported in the right rows."""
     exact = functional.scaled_dot_product_attention
 
     def off_by_a_little(*args, **kwargs):
@@ -134,7 +134,7 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
-    """T5 puts distances into buckets: float errors of eager runs may not move them to others."""
+    """Rounding errors in eager runs must not change T5's distance buckets."""
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
@@ -200,7 +200,7 @@ def test_inputs_that_require_grad_are_compared():
 
 
 def test_relus_do_not_decide_the_verdict():
-    """In bfloat16, values cross 0 between runs; the gradients there say nothing of attention."""
+    """In bfloat16, values change sign between runs; their gradients do not measure attention."""
     for seed in range(10):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
@@ -307,7 +307,7 @@ def test_an_output_above_the_limit_is_explained(monkeypatch):
 
 
 class Noisy(torch.nn.Module):
-    """A norm, and noise."""
+    """Norm plus noise."""
 
     def __init__(self, noise):
         super().__init__()
@@ -326,7 +326,7 @@ def small(x):
 
 
 def with_its_own_seed(x):
-    """Repeats, and is another in each type."""
+    """Return noise that is the same in each run, but differs between dtypes."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
 
 
@@ -351,19 +351,19 @@ def test_a_model_that_is_another_in_float64_is_refused():
 
 
 def test_noise_of_sixteen_bits_is_refused():
-    """One that is small beside the roundings of a larger output."""
+    """The noise is small compared with the rounding of a larger output."""
     model = Noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
     with pytest.raises(ValueError, match="same outputs each time"):
         compare(model, torch.randn(9, 16).bfloat16())
 
 
 def test_nothing_finite_is_refused():
-    with pytest.raises(ValueError, match="something finite"):
+    with pytest.raises(ValueError, match="finite values"):
         compare(Noisy(lambda x: x * float("nan")), torch.randn(9, 16))
 
 
 def test_an_output_that_is_0_but_for_rounding():
-    """It is no reason to refuse the model: the largest output says what an error is large to."""
+    """The model is accepted, because errors are relative to the largest output."""
 
     class Means(torch.nn.Module):
         def __init__(self):
@@ -378,7 +378,7 @@ def test_an_output_that_is_0_but_for_rounding():
 
 
 def test_a_state_of_its_own_is_no_randomness():
-    """Each run has a model that nothing has called yet."""
+    """Each run uses a fresh copy of the model."""
 
     class Counts(torch.nn.Module):
         def __init__(self):
@@ -407,7 +407,7 @@ def test_a_tuple_is_an_argument():
 
 
 def test_progress(monkeypatch):
-    """A step for each forward and each backward, and as many as were announced."""
+    """Progress has one step for each forward and backward, as many as announced."""
     steps = []
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ class Attention(torch.nn.Module):
 
 
 class ByHand(torch.nn.Module):
-    """Attention written out."""
+    """Hand-written attention."""
 
     def __init__(self, dim=64):
         super().__init__()
@@ -34,7 +34,7 @@ class ByHand(torch.nn.Module):
 
 
 class Either(Attention):
-    """Attention with a branch written out, as in timm."""
+    """Attention with a hand-written branch, as in timm."""
 
     def __init__(self, fused):
         super().__init__()
@@ -90,7 +90,7 @@ def test_without_enable_the_error_names_it():
 
 
 def test_nothing_fused_is_an_error():
-    with pytest.raises(ValueError, match="something that is fused"):
+    with pytest.raises(ValueError, match="calls that are fused"):
         compare(model(ByHand()), tokens(), enable=True)
 
 

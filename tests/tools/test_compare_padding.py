@@ -1,4 +1,4 @@
-"""compare judges the model that a swap makes: it is not ok where padded rows are read."""
+"""compare judges the swapped model: it is not ok if outputs depend on padded rows."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_padded_rows_that_are_read_are_reported(name):
 
 @NAMES
 def test_the_packed_model_is_judged(name, monkeypatch):
-    """Once, and its layers are recorded with padding."""
+    """The packed model runs once; its layers are recorded in a run with padding."""
     packings = recorded_packings(monkeypatch)
     model, args, kwargs = made(name, real_only=True)
     report = compare(model, *args, **kwargs)
@@ -52,7 +52,7 @@ def test_the_packed_model_is_judged(name, monkeypatch):
 
 
 def test_errors_of_packed_attention_are_reported(monkeypatch):
-    """The run with padding, in which the layers are recorded, does not hide them."""
+    """The run with padding, which records the layers, does not hide the errors."""
     exact = fnn.MultiheadAttention.forward_packed
     monkeypatch.setattr(
         fnn.MultiheadAttention, "forward_packed", lambda *args: exact(*args) * (1 + 1e-3)
@@ -67,7 +67,7 @@ def test_errors_of_packed_attention_are_reported(monkeypatch):
 
 
 def test_inference_with_padding_kept():
-    """torch's inference path returns 0 in padded rows, eager attention does not."""
+    """torch's inference path returns 0 in padded rows; eager attention does not."""
     model, args, kwargs = made("torch")
     report = compare(model, *args, **kwargs, backward=False, remove_padding=False)
     assert report.ok, str(report)
@@ -75,7 +75,7 @@ def test_inference_with_padding_kept():
 
 
 class RealRows(Pooled):
-    """The rows of real tokens, whatever the layout."""
+    """Model that returns the rows of real tokens, in either layout."""
 
     def forward(self, src):
         batch_first = self.encoder.layers[0].self_attn.batch_first
@@ -86,7 +86,7 @@ class RealRows(Pooled):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_relus_of_packed_batches_do_not_decide_the_verdict(batch_first, monkeypatch):
-    """In bfloat16, values cross 0 between runs; the gradients there say nothing of attention."""
+    """In bfloat16, values change sign between runs; their gradients do not measure attention."""
     packings = recorded_packings(monkeypatch)
     for seed in range(3):
         torch.manual_seed(seed)

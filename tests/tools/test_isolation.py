@@ -20,7 +20,7 @@ __all__ = ["fast"]  # a fixture
 
 
 class Processes:
-    """Stands in for the worker of a GPU: its steps run here, and some end the process."""
+    """Stand-in for a GPU worker: its steps run in this process, and some end the worker."""
 
     def __init__(self, fails):
         self.fails, self.started, self.running = fails, 0, False

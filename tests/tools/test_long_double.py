@@ -1,4 +1,4 @@
-"""The truth of float64 results, against mpmath's 50 digits on a small problem."""
+"""The reference for float64 results, compared with mpmath's 50 digits on a small problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_attn import masks
 
 
 def by_mpmath(query, key, value, scale, weights, weights_lse):
-    """out, lse and the gradient of query, of one head under a causal mask."""
+    """Return out, lse and the gradient of query for one head with a causal mask."""
     seqlen, head_dim = query.shape
     numbers = [[mpmath.mpf(x) for x in row] for t in (query, key, value) for row in t.tolist()]
     q, k, v = numbers[:seqlen], numbers[seqlen : 2 * seqlen], numbers[2 * seqlen :]

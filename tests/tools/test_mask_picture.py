@@ -1,4 +1,4 @@
-"""Pictures of masks show what is visible, and which tiles are skipped for it."""
+"""Pictures of masks show visible positions and skipped tiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A right kernel is within the contract, and each planted mistake is not."""
+"""A correct kernel is within the contract, and a kernel with a planted mistake is not."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def tensors_of(problem):
 
 
 def findings(problem, dtype, mistake=""):
-    """Findings on the tiled kernel: out, lse and all gradients.
+    """Return the findings on the tiled kernel: out, lse and all gradients.
 
-    Few keys without lse, whose gradient is large beside what is left of the scores' gradients.
+    "few_keys" has no lse, because the gradient of lse would dominate that of the scores.
     """
     results = 1 if problem == "few_keys" else 2
     dropout_p = 0.3 if problem == "plain" else 0.0
@@ -57,7 +57,7 @@ def findings(problem, dtype, mistake=""):
     return compare_with_eager(function, tensors_of(problem), dtype, "cpp")[1]
 
 
-# Where each mistake shows. The others compute with 32 bits what 16 bits cannot tell.
+# Problems in which each mistake is detectable. In 16 bits, rounding hides the others.
 SHOWS = {
     "scale": [("plain", torch.float32)],
     "weights": [("plain", torch.float32)],

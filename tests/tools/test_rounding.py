@@ -1,4 +1,4 @@
-"""The error that is to be expected of eager attention: its formula, and what it leaves alone."""
+"""The expected error of eager attention: its formula and its exceptions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_needs_no_rounding_is_exact(dtype):
 
 
 def test_sixteen_bits_are_rounded_once():
-    """An error of float32 shows where a result is close to the middle of two numbers, else not."""
+    """A float32 error is visible only in results near the midpoint of two 16-bit numbers."""
     a = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = a.double() @ a.double().mT
     results = samples(lambda x: x @ x.mT, a)
@@ -66,7 +66,7 @@ def test_compositions_are_rounded_in_each_step():
 
 
 def test_decisions_are_those_of_an_undisturbed_run():
-    """A flipped index or ReLU is no rounding error."""
+    """Rounding noise must not flip an index or a ReLU."""
     x = torch.linspace(-1.0, 1.0, 4001)
 
     def decide(x):
@@ -116,7 +116,7 @@ def test_views_random_numbers_and_places_are_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_eager_attention_is_as_expected(dtype):
-    """Its errors are below those expected, which are of their size, in outputs and gradients."""
+    """Errors of outputs and gradients are below the expected ones, and of the same size."""
     tensors = {n: t.bfloat16().float() for n, t in random_qkv(2, 4, 2, 33, 70, 64).items()}
     function = attention(None, enable_gqa=True)("eager")
     truth = run_with_gradients(function, tensors, torch.float64)

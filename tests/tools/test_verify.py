@@ -1,4 +1,4 @@
-"""fused-attn verify: what is right and faster is stored, what is wrong is refused and shown."""
+"""fused-attn verify stores right and faster kernels, and refuses and shows wrong ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backe
 
 @pytest.fixture(params=["stand_in", *EMULATED])
 def backend(request, verdict_folder):
-    """A backend that is chosen by verdicts, the first of all."""
+    """Register a backend that verdicts select, before all others."""
     own = [] if request.param == "stand_in" else [request.param]
     with in_place_of_cpp(*own) as stand_in:
         if own:
@@ -40,7 +40,7 @@ def backend(request, verdict_folder):
 
 
 def corrupt(monkeypatch, backend, when, how):
-    """Makes a backend's attention do something to the outputs of calls like these."""
+    """Make a backend's attention change the outputs of calls that `when` accepts."""
     run = type(backend).attention_fwd
 
     def attention_fwd(self, call, for_backward, want_lse):
@@ -57,7 +57,7 @@ def of_kind(kind):
 
 
 def run_snippet(text, capsys):
-    """Return the output of the code."""
+    """Run code and return what it prints."""
     capsys.readouterr()
     exec(compile(text, "snippet", "exec"), {})
     return capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
 
 
 def problem_of_probe(probe):
-    """Return the problem of a probe as `select` sees it."""
+    """Return the problem that `select` receives for a probe."""
     seen = []
 
     def chosen(problem, backend=None):
@@ -108,7 +108,7 @@ def problem_of_probe(probe):
 @pytest.mark.thinned("causal is there", kind=["none"])
 @pytest.mark.parametrize("kind", ["causal", "none"])
 def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
-    """The class is not stored as usable, others are; what is shown shows it again."""
+    """Only the wrong class is stored as unusable; the printed code reproduces the error."""
     corrupt(monkeypatch, backend, of_kind(kind), lambda outputs: outputs.out.mul_(1.01))
     report = verify.verify(backend.name, small_plan())
     other = {"causal": "none", "none": "causal"}[kind]
@@ -146,7 +146,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """A partial problem has the classes of the same problem, so these must not be usable."""
+    """Partial problems share the classes of complete ones, which must not be usable."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):
@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """Checks that come late tell of classes that came before."""
+    """Late checks can rule out classes that were judged earlier."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -222,7 +222,7 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
 
 @pytest.mark.usefixtures("fast")
 def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
-    """The JSON file after each step, and the verdict after each class."""
+    """The JSON file is written after each step, and the verdict after each class."""
     stop = iter([None] * 9)
 
     def interrupted(check, *args):
@@ -241,7 +241,7 @@ def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("fast")
 def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
-    """The report is not lost."""
+    """The report is still written."""
 
     def store(*args):
         raise PermissionError("read-only file system")
@@ -305,7 +305,7 @@ def test_memory_that_is_not_enough(verdict_folder, monkeypatch):
 
 
 def test_the_peer_is_torch(verdict_folder, monkeypatch):
-    """Calls that one of torch's backends refuses are compared with the next."""
+    """Calls that one torch-based backend refuses are compared with the next one."""
     peers = set()
     monkeypatch.setattr(
         timing, "medians", lambda ways, *rest: peers.add(list(ways)[1]) or dict.fromkeys(ways, 1.0)
@@ -345,7 +345,7 @@ def test_every_mask_is_checked(quick):
 
 
 def test_probes_are_of_their_class():
-    """The name of a class is what the choice makes of its probes."""
+    """The probes of a class have its name when a backend is selected."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
     probes = plan.attention_probes(["bfloat16"], [32], **sizes)
     classes = plan.by_class([*probes, *plan.norm_probes(["float16"], elements=1 << 10)])
@@ -388,7 +388,7 @@ def test_a_full_plan_is_of_all_classes():
     ids=repr,
 )
 def test_checks(check, backend, capsys):
-    """They hold, and what they print of themselves runs."""
+    """Checks pass, and the code that they print runs."""
     code = f"from fused_attn.tools.checks import *; {check!r}.show({backend.name!r}, 'cpu')"
     out = run_snippet(code, capsys)
     assert out and all(line.startswith("ok") for line in out.splitlines())
@@ -396,7 +396,7 @@ def test_checks(check, backend, capsys):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_graph_that_reads_old_values_is_wrong(stale, verdict_folder, monkeypatch):
-    """With a stand-in for CUDA's graphs, which computes anew when it is replayed, or does not."""
+    """A stand-in for CUDA graphs recomputes on replay, or returns stale values."""
 
     class Graph:
         def __init__(self, step):
@@ -432,7 +432,7 @@ def test_graphs_on_a_gpu(name):
 
 @pytest.fixture
 def command(verdict_folder, monkeypatch, capsys):
-    """fused-attn verify of a small plan; its exit status, stdout and stderr."""
+    """Return a function that verifies a small plan: exit status, stdout and stderr."""
     monkeypatch.setattr(plan, "plan", lambda quick, graphs: small_plan())
 
     def run(*argv):

@@ -150,7 +150,7 @@ class TileSchedule {
 
  private:
   // Does the share of work that is due, at four places of a step. A unit of 100 cycles in one piece
-  // would delay the MMAs behind it.
+  // would delay the MMAs after it.
   template <int kIndex, int kUnits>
   FUSED_ATTN_INLINE void meanwhile() {
     if constexpr (kIndex % Products::kCount == Products::kCount - 1) {

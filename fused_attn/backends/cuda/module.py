@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     _cuda = None  # type: ignore[assignment]
     _missing = (
-        "was built without the CUDA module, for which FUSED_ATTN_CUDA=1 asks (docs/install.md)"
+        "was built without the CUDA module: build with FUSED_ATTN_CUDA=1 (docs/install.md)"
         if importlib.util.find_spec(f"{NAMESPACE}._cuda") is None
         else f"fused_attn._cuda cannot be imported: {error}"
     )

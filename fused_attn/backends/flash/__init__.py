@@ -1,11 +1,11 @@
 """Backend "flash": FlashAttention 4, 3 and 2, and torch's varlen_attn.
 
-These engines have the fastest published kernels for few masks: bands, lengths, packed sequences and
-ALiBi. The backend chooses the first installed engine that takes a problem. It refuses every mask
-that a window and sequence lengths cannot express, from what the host knows of it.
+These engines have the fastest published kernels for a few masks: bands, lengths, packed sequences
+and ALiBi. The backend selects the first installed engine that supports a problem. It refuses every
+mask for which the host does not know that a window and sequence lengths express it.
 
     plan.py           the window and the sequences of a mask
-    engines.py        the four engines: their limits, and how they are called
+    engines.py        the four engines: their limits and calling conventions
     decode.py         appending to a KV cache
 """
 
@@ -95,10 +95,10 @@ class FlashBackend(EngineBackend):
 
 
 def _common_refusals(problem: AttentionProblem) -> list[str]:
-    """Return the reasons why no engine takes a problem, whatever its mask."""
+    """Return the reasons why no engine supports a problem, regardless of its mask."""
     reasons = [] if problem.dtype in DTYPES else [f"has no {problem.dtype}"]
     if problem.transformed:
-        reasons.append("has no derivatives under torch.func and in forward mode")
+        reasons.append("has no derivatives under torch.func or in forward mode")
     if problem.dropout:
         reasons.append("draws dropout from the engine's generator instead of Philox")
     if problem.partial:
@@ -114,13 +114,13 @@ def _plan(problem: AttentionProblem) -> Plan | str:
         return f"does not support a {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
     own = problem.band if problem.mask == "structured" else band.of_kind(problem.mask)
     if own is None:
-        return "takes bands, lengths and ALiBi only, not this mask"
+        return "supports only bands, lengths and ALiBi, not this mask"
     return plan_of(own, problem.packed, problem.seqlen_q, problem.seqlen_k)
 
 
 @functools.lru_cache(maxsize=1024)
 def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | None:
-    """Return the first engine that takes a problem, and the plan; None if there is none.
+    """Return the first engine that supports a problem, and the plan; None if there is none.
 
     Args:
         traced: `is_intercepted()`, on which the refusals depend; part of the cache key.
@@ -198,8 +198,8 @@ def _as_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value as rows of all sequences, (batch * seqlen, num_heads, dim).
 
-    Padding keys are set to 0. Kernels load whole tiles, and multiply values behind the end of a
-    sequence by weights of 0, which is NaN for values that are not finite.
+    Padding keys are set to 0. Kernels load whole tiles, and multiply values after the end of a
+    sequence by weights of 0, which gives NaN for values that are not finite.
     """
     if layout.real_keys is not None:
         real = layout.real_keys[:, :, None, None]
@@ -208,14 +208,14 @@ def _as_rows(
 
 
 def _slopes(slopes: Tensor | None, copies: int) -> Tensor | None:
-    """Return ALiBi slopes for sequences of which each of the batch has `copies`."""
+    """Return ALiBi slopes for the `copies` sequences that replace each sequence of the batch."""
     if slopes is None or slopes.shape[0] == 1:
         return slopes if slopes is None else slopes[0].contiguous()
     return slopes.repeat_interleave(copies, 0) if copies > 1 else slopes.contiguous()
 
 
 def _merged(results: list[Results]) -> Results:
-    """Return the results of one call, or of two in which each row has keys in at most one."""
+    """Return the results of one call, or the merged results of two with disjoint rows."""
     if len(results) == 1:
         return results[0]
     (out, lse), (out_after, lse_after) = results
@@ -250,7 +250,7 @@ _NO_SECOND_ORDER = 'backend "flash" has no second derivatives: use "eager"'
 
 
 def _kernel_files() -> Iterator[Path]:
-    """Yield the files of this backend, and one of each engine that changes with its version."""
+    """Yield the files of this backend, and a version-dependent file of each engine."""
     yield from Path(__file__).parent.glob("*.py")
     for engine in ENGINES:
         try:

@@ -1,7 +1,7 @@
 """Decoding with flash-attn 2, which appends to a KV cache and reads its pages in the kernel.
 
-It loads nothing behind the end of a sequence, where a cache may hold values that are not finite.
-flash-attn 4 requires finite values there, and flash-attn 3 promises nothing, so both are not used.
+It loads nothing after the end of a sequence, where a cache may hold values that are not finite.
+flash-attn 4 requires finite values there, and flash-attn 3 specifies nothing, so neither is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def decode(
 ) -> tuple[Tensor, Tensor] | None:
     """Append to the caches and attend to them; None if the kernel does not support the call.
 
-    Arguments and results are those of `Backend.attention_decode`. The engine takes the problem.
+    Arguments and results are those of `Backend.attention_decode`. The engine must support the
+    problem.
     """
     query, key, value, spec = call.query, call.key, call.value, call.mask
     table, band = update.block_table, band_of(call.mask)

@@ -25,7 +25,7 @@ from fused_attn.backends.flash.plan import Plan, Sequences
 from fused_attn.backends.problem import AttentionProblem
 from fused_attn.base.torch_state import is_intercepted
 
-TORCH = "torch.nn.attention.varlen"  # the engine that is no package
+TORCH = "torch.nn.attention.varlen"  # the engine that is not a separate package
 
 
 class Arguments(NamedTuple):
@@ -65,12 +65,12 @@ class Engine:
         min_version: the first version whose interface is known to fit.
         min_capability, max_capability: GPUs that it has kernels for.
         head_dim_multiple: head_dim must be a multiple of it.
-        dense: True if it takes a batch without lengths as it is. Otherwise it takes packed rows.
+        dense: True if it accepts a batch without lengths as it is. Otherwise it needs packed rows.
         has_softcap, has_alibi, has_lse_gradient: options of the functions.
         traceable: True if torch.compile can trace the functions.
         limits_right_side: True if a right side >= seqlen_k means no limit, and no limit means
             seqlen_k for a window with a left side. With more queries than keys, both are wrong.
-        unlimited: the number for a side of the window without limit.
+        unlimited: the value that means no limit for a side of the window.
         lse_option: the argument that requests lse.
     """
 
@@ -93,7 +93,7 @@ class Engine:
         return missing(self.name, self.min_version)
 
     def refusals(self, problem: AttentionProblem, plan: Plan) -> list[str]:
-        """Return the reasons why this engine does not take a problem; empty if it does."""
+        """Return the reasons why this engine does not support a problem; empty if it does."""
         reasons = self.unavailable()
         if reasons:
             return reasons
@@ -121,14 +121,14 @@ class Engine:
     def head_dim_refusals(
         self, problem: AttentionProblem, capability: tuple[int, int] | None
     ) -> list[str]:
-        """Return the reasons why this engine does not take the head dimensions."""
+        """Return the reasons why this engine does not support the head dimensions."""
         size, size_v = problem.head_dim, problem.head_dim_v
         if size != size_v:
-            return [f"takes equal head_dim and head_dim_v, not {size} and {size_v}"]
+            return [f"needs equal head_dim and head_dim_v, not {size} and {size_v}"]
         multiple = self.head_dim_multiple
         if not 1 <= size <= 256 or size % multiple:
             step = "" if multiple == 1 else f" in multiples of {multiple}"
-            return [f"takes head_dim up to 256{step}, not {size}"]
+            return [f"supports head_dim up to 256{step}, not {size}"]
         return []
 
     def function(self, name: str) -> Any:
@@ -165,7 +165,7 @@ class Engine:
             options["max_seqlen_q"] = call.max_seqlen_q
             options["max_seqlen_k"] = call.max_seqlen_k
         function = self.function(name)
-        # Early builds of flash-attn-3 lack the argument, and return lse always.
+        # Early builds of flash-attn-3 lack the argument, and always return lse.
         if call.want_lse and self.lse_option in inspect.signature(function).parameters:
             options[self.lse_option] = True
         results = function(**options)
@@ -194,7 +194,7 @@ class FlashAttention4(Engine):
         fits = all(8 <= size <= most for size in sizes) or sizes in ((192, 128), (256, 256))
         if fits and not any(size % 8 for size in sizes):
             return []
-        return [f"does not take head_dim {sizes[0]} with head_dim_v {sizes[1]}"]
+        return [f"does not support head_dim {sizes[0]} with head_dim_v {sizes[1]}"]
 
     def function(self, name: str) -> Any:
         from flash_attn import cute
@@ -291,7 +291,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def _features_of(problem: AttentionProblem, plan: Plan) -> list[str]:
-    """Return the features of a problem that the denylist has entries for."""
+    """Return the features of a problem that have denylist entries."""
     if not problem.needs_grad:
         return []
     features = []

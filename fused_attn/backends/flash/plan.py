@@ -1,7 +1,7 @@
 """Masks as arguments of flash-attention kernels: a window, and the lengths of sequences.
 
 These kernels align windows and ALiBi with the last query and the last key of each sequence, and
-skip nothing else. A batch with padding is expressed by more sequences: the rows stay in place, and
+support no other masks. Padding is expressed by additional sequences: the rows stay in place, and
 each padding region is a sequence that has only queries or only keys. So rows are neither gathered
 nor scattered, and the number of real rows is not read from the device.
 """
@@ -61,8 +61,8 @@ def plan_of(band: Band, packed: bool, seqlen_q: int, seqlen_k: int) -> Plan | st
     return Plan(*window, key_begin, key_end)
 
 
-_ALIBI = "takes ALiBi aligned with the ends of the sequences only"
-_ALIGNED = "takes a top-left band over sequences of different lengths only if it is causal"
+_ALIBI = "supports ALiBi only if it is aligned with the ends of the sequences"
+_ALIGNED = "supports a top-left band over sequences of different lengths only if it is causal"
 
 
 def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:

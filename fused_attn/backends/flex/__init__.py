@@ -1,4 +1,4 @@
-"""Backend "flex": torch's FlexAttention, with masks from structure.
+"""Backend "flex": torch's FlexAttention, with block lists computed from mask structure.
 
 FlexAttention generates a Triton kernel for each kind of mask (Dong et al. 2024, "Flex Attention").
 It skips fully masked blocks, returns a differentiable lse, and computes the gradient of a bias. A
@@ -42,12 +42,12 @@ if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-# FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
+# FlexAttention supports other block sizes only if its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
 
 
 def _missing_features() -> list[str]:
-    """Return what this torch's FlexAttention lacks; empty if the backend can use it.
+    """Return the name that this torch's FlexAttention lacks; empty if the backend can use it.
 
     The source is searched, because importing it takes a second and imports torch._dynamo.
     """
@@ -72,14 +72,14 @@ class FlexBackend(EngineBackend):
     replaces_eager: ClassVar[bool] = True
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
-        """Return the queries and keys of a block."""
+        """Return the number of queries and of keys per block."""
         return BLOCK_SIZE
 
     def fallback_warning(self, device_type: str) -> str | None:
         return (
-            "fused_attn computes attention with a large score matrix by FlexAttention (backend "
-            '"flex"), as no other kernel of torch supports the call. It compiles a kernel for each '
-            "kind of call, which can take minutes"
+            "fused_attn computes attention with a large score matrix with FlexAttention (backend "
+            '"flex"), because no other torch kernel supports the call. FlexAttention compiles a '
+            "kernel for each kind of call, which can take minutes"
         )
 
     def verifying(self) -> AbstractContextManager[None]:
@@ -106,7 +106,7 @@ class FlexBackend(EngineBackend):
         reasons += kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
         if min(problem.head_dim, problem.head_dim_v) < MIN_HEAD_DIM:
             small = min(problem.head_dim, problem.head_dim_v)
-            reasons.append(f"takes head_dim from {MIN_HEAD_DIM}, not {small}")
+            reasons.append(f"needs head_dim of at least {MIN_HEAD_DIM}, not {small}")
         if problem.dropout:
             reasons.append("has no dropout")
         if problem.partial:
@@ -114,7 +114,7 @@ class FlexBackend(EngineBackend):
         if problem.result == "weights":
             reasons.append("cannot return weights")
         if problem.learned_bias and torch.are_deterministic_algorithms_enabled():
-            reasons.append("adds up the gradient of a bias in no fixed order")
+            reasons.append("sums the gradient of a bias in a nondeterministic order")
         return reasons
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
@@ -189,7 +189,7 @@ def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
 
 
 def _no_triton(device: torch.device) -> list[str]:
-    """Return why FlexAttention's Triton kernels cannot run on a GPU; empty if they can."""
+    """Return the reason why FlexAttention's Triton kernels cannot run; empty if they can."""
     if not HAS_TRITON:
         return ["triton is not installed"]
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():

@@ -1,9 +1,9 @@
 """Compiled FlexAttention: one function for each variant, and a limit on their number.
 
 Without compilation, FlexAttention materializes the scores and ignores the blocks. torch.compile
-does that silently when a function reaches its limit of recompilations, unless the graph must be
-full. So each variant is a function of its own, with a full graph, for which only the sizes of batch
-and sequences vary: torch.compile makes at most a few versions of it.
+falls back to this silently if a function reaches the recompilation limit, unless fullgraph=True.
+So each variant is a separate function, compiled with fullgraph=True. Only its batch size and
+sequence lengths vary, so torch.compile makes at most a few versions of it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def variants() -> tuple[Variant, ...]:
 
 
 def at_limit(variant: Variant) -> bool:
-    """Return True if a variant is new, and no more may be compiled."""
+    """Return True if a variant is new, but the limit on compiled variants is reached."""
     return not _verifying and variant not in _functions and len(_functions) >= MAX_VARIANTS
 
 
 @contextlib.contextmanager
 def verifying() -> Iterator[None]:
-    """Within the block, compile any number of variants, and refuse instead of falling back.
+    """Compile any number of variants within the block, and refuse calls instead of falling back.
 
     The variants are forgotten afterwards.
     """
@@ -117,8 +117,8 @@ def _compiled(variant: Variant) -> Any:
     # torch.compile limits recompilations per code object, so each variant gets its own.
     code = attention.__code__.replace(co_name=f"flex_attention_{len(_functions)}")
     own = FunctionType(code, attention.__globals__, code.co_name, None, attention.__closure__)
-    # Inductor's C++ code for FlexAttention supports constant sizes only (torch 2.13), so on the CPU
-    # each size is compiled for.
+    # Inductor's C++ code for FlexAttention supports only constant sizes (torch 2.13), so on the CPU
+    # each size is compiled separately.
     dynamic = False if variant.device_type == "cpu" else None
     return torch.compile(own, fullgraph=True, dynamic=dynamic)
 

@@ -48,7 +48,8 @@ class FlexFlashBackend(FlexBackend):
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
         for name, size in sizes.items():
             if size % 8 or size > MAX_HEAD_DIM:
-                reasons.append(f"takes {name} in multiples of 8 up to {MAX_HEAD_DIM}, not {size}")
+                most = f"in multiples of 8 up to {MAX_HEAD_DIM}"
+                reasons.append(f"supports {name} {most}, not {size}")
         if problem.learned_bias:
             reasons.append("has no gradient of a bias")
         if problem.result == "lse" and problem.needs_grad:

@@ -1,7 +1,7 @@
 """FlexAttention for a pattern of operands: mask_mod, score_mod, and the call.
 
 All masks are tensors, read by functions of the position (batch, head, query, key). These functions
-are traced, not run, wherever FlexAttention is compiled.
+are traced instead of run if FlexAttention is compiled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 def attend(
     variant: Variant, query: Tensor, key: Tensor, value: Tensor, operands: Operands
 ) -> tuple[Tensor, Tensor | None]:
-    """Call FlexAttention; return out, and lse if the variant wants it."""
+    """Call FlexAttention; return out, and lse if the variant requests it."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     if operands.unmasked is not None:
@@ -86,7 +86,7 @@ def attend(
 
 
 def mask_function(pattern: Pattern, operands: Operands) -> MaskMod:
-    """Return mask_mod: whether a position is visible.
+    """Return mask_mod, which returns True for visible positions.
 
     The intervals alone are two comparisons of the key with tables of the query, which
     FlexAttention's FLASH engine evaluates for 32 keys at once on Blackwell.

@@ -1,6 +1,6 @@
 """Tensors that FlexAttention's mask and score functions read, for a call's mask.
 
-Everything that a mask contains becomes a tensor, so that new values or lengths need no compilation.
+All parts of a mask become tensors, so that new values or lengths need no compilation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
         sequence, position, first_key: see `masks.intervals.Rows`; for packed sequences if `dense`,
             `bias` or `slopes` is indexed by sequence.
         unmasked: bool (1 or batch, 1 or num_heads_kv, seqlen_k), False for keys that no query
-            attends to; None if no such key can have a NaN that reaches a result.
+            attends to; None if no such key can affect the result by a NaN.
     """
 
     lists: BlockLists | None = None
@@ -64,7 +64,7 @@ class Operands(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Operands that a mask has: the dimensions that index each, as letters of "bhqk".
+    """Operands of a mask: for each, its index dimensions, as letters of "bhqk".
 
     "" means that the mask does not have the operand. It is part of the key of compiled functions.
     """
@@ -102,7 +102,7 @@ _CONDITIONS = ("query_documents", "key_documents", "key_mask", "dense")
 def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
     """Return the tensors that a call's mask needs, and their pattern; cached on the MaskSpec.
 
-    A Mask keeps its MaskSpec, so the layers of a model share the operands.
+    A Mask caches its MaskSpec, so the layers of a model share the operands.
     """
     spec, key = call.mask, call.key
     what = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])
@@ -188,7 +188,7 @@ def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:
 
     FlexAttention multiplies its value by a weight of 0, and 0 * NaN is NaN. Packed sequences have
     no padding, and each document of a self-attention attends to its own keys: clearing would read
-    and write key and value for nothing.
+    and write key and value unnecessarily.
     """
     if spec.cu_seqlens_q is not None:
         return spec.key_mask is not None

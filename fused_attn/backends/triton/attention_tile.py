@@ -230,7 +230,7 @@ def dropout_keep(
     """Return a bool tile, True where dropout keeps the weight.
 
     i contains the query of each row. j_begin is the key of the first column, a multiple of 8. Words
-    of bits are drawn, because the layout of a matmul is not that in which octets are drawn.
+    of bits are drawn, because a matmul has another register layout than octets.
     """
     seed, first_octet, first_query, first_head = draws
     width: tl.constexpr = min(const.BLOCK_N, 64)

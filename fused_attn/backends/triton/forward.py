@@ -113,9 +113,9 @@ def attend(
 ):  # fmt: skip
     """Return the weighted values, the row maxima, the row sums and `multiplied` of a query tile.
 
-    A value that is masked for all queries of a tile must have no effect, even if it is NaN. So the
-    tiles are computed again with such values set to 0, if any result is NaN. To do so for all tiles
-    would take the values through registers, and a maximum over the queries in each tile.
+    A value that is masked for all queries of a tile must have no effect, even if it is NaN. So if
+    any result is NaN, the tiles are computed again with such values set to 0. Doing this for every
+    tile would move values through registers and need a maximum over the queries of each tile.
     """
     acc, maximum, total, multiplied = _no_tiles(const)
     n = full_tile(0, tiles, lists)

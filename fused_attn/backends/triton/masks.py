@@ -1,7 +1,7 @@
 """Masks in kernels: the visibility of the scores of a tile, and the terms added to them.
 
 The structural conditions (band, key range, prefix) reduce to one interval [lo(i), hi(i)) of visible
-keys per query i. Each score therefore needs two comparisons, whatever the conditions. Positions are
+keys per query i. Each score therefore needs two comparisons for any conditions. Positions are
 int32, because they are below `fused_attn.masks.UNLIMITED`.
 """
 
@@ -265,7 +265,7 @@ def load_mask(
 
 @triton.jit
 def bits_of(words, next_words, bit, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return a bool tile of the bits of words, which have an element per query.
+    """Unpack words, one per query, into a bool tile.
 
     Args:
         bit: which bit of the words each key of the tile is. From 64 on, it is one of next_words.

@@ -21,7 +21,7 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
     """Return the tensors and strides of a mask. Broadcast dimensions have stride 0.
 
     Args:
-        words: the dense mask as bits; kernels that classify tiles do without.
+        words: the dense mask as bits; not needed by kernels that classify tiles.
     """
     refuse_unknown_fields(spec, "triton")
     if words is None and all(getattr(spec, name) is None for name in TENSORS):

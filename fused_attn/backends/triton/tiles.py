@@ -232,7 +232,7 @@ def _summarized(
     base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return for each of the tiles n if any of it may be visible, and if all of it is visible.
+    """Return, for each tile n, whether any position may be visible and whether all are visible.
 
     Both flags derive from the summaries of the 32 x 64 cells that the tile overlaps.
     """

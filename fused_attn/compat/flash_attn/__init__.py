@@ -1,12 +1,12 @@
-"""flash-attn's functions on the kernels of this package, on CPUs too.
+"""flash-attn's functions on the kernels of this package, including those for CPUs.
 
 Names, positional arguments and layouts are those of flash-attn 2; the keywords that flash-attn 3
 and 4 add are accepted. Tensors have shape (batch, seqlen, num_heads, head_dim), or (total,
 num_heads, head_dim) if packed. Causal masks and windows are aligned at the bottom right. An
 argument that this package does not support raises NotImplementedError. Differences:
 
-- dtypes and head_dim are those of `scaled_dot_product_attention`, float32 among them.
-- Dropout drops other weights for the same generator.
+- dtypes and head_dim are those of `scaled_dot_product_attention`, including float32.
+- Dropout drops different weights for the same generator.
 - lse is -inf in rows without visible keys, as in flash-attn 3 (flash-attn 2: inf).
 
 Example:

@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: between padded batches and packed sequences."""
+"""flash_attn.bert_padding: conversion between padded batches and packed sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or int, nonzero for real tokens.
-        unused_mask: as attention_mask; further tokens that have a row, but are not used.
+        unused_mask: as attention_mask; additional tokens that get a row but are not used.
 
     Returns:
         The rows (total, ...), their indices in the flattened batch, cumulative lengths (batch + 1,)

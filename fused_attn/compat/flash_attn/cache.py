@@ -50,7 +50,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (batch,) integers; the row of the cache of each sequence.
         cache_leftpad: (batch,) integers; first position of the cache that is visible.
         block_table: (batch, max_pages) integers; the pages of each sequence.
-        rotary_interleaved: rotate pairs (0, 1), (2, 3), ..., else the first with the second half.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ...; otherwise, pair the two halves.
         num_splits: affects no result.
         return_softmax_lse: also return lse.
         softmax_scale, causal, window_size, softcap, alibi_slopes, keywords: as in flash_attn_func.
@@ -114,7 +114,7 @@ def _rotated(
 
     Args:
         starts: (batch,) position of the first row of x.
-        moves: each row is one position further; otherwise all rows are at the same position.
+        moves: positions increase by one per row; otherwise all rows are at the same position.
     """
     steps = torch.arange(x.shape[1], device=x.device) * int(moves)
     positions = starts.to(x.device)[:, None] + steps

@@ -1,4 +1,4 @@
-"""flash-attn's functions for batches whose sequences have one length."""
+"""flash-attn's functions for batches of sequences of equal length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flash_attn_func(
             means unlimited.
         softcap: replace scores by softcap * tanh(scores / softcap); 0 disables it.
         alibi_slopes: float (num_heads,) or (batch, num_heads); see `masks.alibi`.
-        deterministic: require a deterministic backward. That of the CPU always is.
+        deterministic: require a deterministic backward. On the CPU, it always is.
         return_attn_probs: also return lse and None.
         keywords: learnable_sink, (num_heads,), is added to the softmax. num_splits, pack_gqa and
             sm_margin affect no result. Others must have their defaults.

@@ -1,4 +1,4 @@
-"""flash-attn's functions for packed sequences, whose keys may be in pages."""
+"""flash-attn's functions for packed sequences, optionally with paged keys."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def flash_attn_varlen_func(
             k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
         cu_seqlens_k = _cumulative(lengths)
     if cu_seqlens_k is None:
-        raise TypeError("cu_seqlens_k must be given without seqused_k, got None")
+        raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
     total_q, used = q.shape[0], None
     if seqused_q is not None:
         used = _rows(cu_seqlens_q[:-1], seqused_q)
@@ -122,7 +122,7 @@ def flash_attn_varlen_kvpacked_func(
 
 def _lengths(cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is None:
-        raise TypeError("cu_seqlens_k must be given without seqused_k, got None")
+        raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
     return cu_seqlens.diff()
 
 

@@ -1,4 +1,4 @@
-"""`compile_pass()` fuses attention that models write out by hand, under torch.compile."""
+"""`compile_pass()` fuses hand-written attention in models under torch.compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def compile_pass() -> AttentionPass:
-    """Return a pass for torch.compile that fuses attention written out by hand in a model.
+    """Return a pass for torch.compile that fuses hand-written attention in a model.
 
     The pass replaces the following sequence by one call of `scaled_dot_product_attention`, in
     forward and backward: query @ key^T, operations that scale, bias or mask the scores, a softmax,

@@ -162,14 +162,14 @@ class _Search:
         if isinstance(other, (int, float)):
             factor = float(other) if name == "mul" else 1.0 / other
             if ("tanh",) in self.steps and factor <= 0.0:
-                raise NotFusedError("tanh of scores by a factor that is not positive")
+                raise NotFusedError("tanh of scores is multiplied by a factor that is not positive")
             if (factor <= 0.0 and numbers) or any(n * factor > MASK_THRESHOLD for n in numbers):
-                raise NotFusedError("hidden scores are multiplied by a number")
+                raise NotFusedError("masked scores are multiplied by a number")
             return ("multiply", factor)
         if numbers:
-            raise NotFusedError("hidden scores are multiplied by a tensor")
+            raise NotFusedError("masked scores are multiplied by a tensor")
         if ("tanh",) in self.steps:
-            raise NotFusedError("tanh of scores by a number that is not known")
+            raise NotFusedError("tanh of scores that are scaled by an unknown number")
         shape = shape_of(other)
         number = isinstance(other, Node) and isinstance(other.meta.get("example_value"), SymFloat)
         if not number and (shape is None or (len(shape) > 0 and shape[-1] != 1)):
@@ -178,7 +178,7 @@ class _Search:
 
     def _where(self, node: Node, go_up: Callable[[Any, Node], None]) -> None:
         if len(node.args) != 3:
-            raise NotFusedError("scores come from where with other arguments")
+            raise NotFusedError("scores come from a where() without three arguments")
         if node.op == "call_method":
             kept, visible, other = node.args
         else:
@@ -197,7 +197,7 @@ class _Search:
         number = _constant(value)
         if number is None or number > MASK_THRESHOLD:
             raise NotFusedError(
-                f"scores are replaced by something else than {MASK_THRESHOLD:g} or less"
+                f"scores are replaced by something other than {MASK_THRESHOLD:g} or less"
             )
         self.steps.append((kind, mask, number))
 
@@ -208,7 +208,7 @@ class _Search:
         self.steps.append(("multiply", float(alpha)))
         if beta:
             if beta != 1:
-                raise NotFusedError("baddbmm with a factor for what is added")
+                raise NotFusedError("baddbmm with a factor for the added tensor")
             self.steps.append(("add", node.args[0]))
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
@@ -253,7 +253,7 @@ class _Search:
         p = argument(node, 1, "p", 0.5)
         training = argument(node, 2, "training" if functional else "train", True)
         if not isinstance(training, bool) or not isinstance(p, (int, float)) or self.dropout_p:
-            raise NotFusedError("dropout by something that is not a number")
+            raise NotFusedError("dropout with a probability that is not a number")
         self.dropout_p = float(p) if training else 0.0
 
     def _zero_rows(self, node: Node) -> None:
@@ -267,7 +267,7 @@ class _Search:
         same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
         fills = [step for step in self.steps if step[0] in ("fill", "keep")]
         if _constant(value) != 0.0 or same != fills or self.dropout_p:
-            raise NotFusedError("weights are set to a number behind the softmax")
+            raise NotFusedError("weights are set to a number after the softmax")
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self) -> None:
@@ -277,7 +277,7 @@ class _Search:
         0 for these rows anyway.
         """
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
-            raise NotFusedError("nan_to_num behind a mask of finite numbers")
+            raise NotFusedError("nan_to_num after a mask of finite numbers")
 
     # ---- requirements of the fused function
 
@@ -285,25 +285,25 @@ class _Search:
         tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]
         dtypes = {None if t is None else t.dtype for t in tensors}
         if len(dtypes) != 1 or None in dtypes or not dtypes.pop().is_floating_point:  # type: ignore[union-attr]
-            raise NotFusedError("query, key and value are of several types")
+            raise NotFusedError("query, key and value have several dtypes")
         if any(t is None or t.dim() < 3 for t in tensors):
             raise NotFusedError("query, key or value has fewer than 3 dimensions")
         result, weights = tensor_of(output), tensor_of(self.softmax)
         if result is None or weights is None:
-            raise NotFusedError("the output is not known")
+            raise NotFusedError("the shape of the output is unknown")
         if weights.dtype == torch.float64 != result.dtype:
-            raise NotFusedError("the softmax is wanted in float64")
+            raise NotFusedError("the softmax is computed in float64")
         needs_grad = result.requires_grad
         limits = small_calls.limits
         most = limits.compiled_training if needs_grad else limits.compiled_forward
         if result.is_cpu and _multiply_adds(product) <= most:
-            raise NotFusedError("small: the code that Inductor makes is faster")
+            raise NotFusedError("small: the code that Inductor generates is faster")
         if operands_of(output)[0] is not self.chain[-1]:
             raise NotFusedError("weights are the second factor of the product with values")
         inside, derived, node = {*self.chain, output}, {product}, product.next
         while node is not output:
             if in_place(node) and node not in inside:
-                raise NotFusedError("something is written to between the products")
+                raise NotFusedError("a tensor is modified in place between the products")
             if derived & set(node.all_input_nodes):
                 derived.add(node)
             node = node.next
@@ -389,7 +389,7 @@ def _nothing(node: Any, reader: Node) -> None:
 def _writers(node: Any, reader: Node) -> list[Node]:
     """Return the in-place calls on a tensor before `reader`, if their results are unused."""
     if not isinstance(node, Node):
-        raise NotFusedError("scores are not made in this graph")
+        raise NotFusedError("scores are not computed in this graph")
     found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
     return sorted(user for user in found if user < reader)
 

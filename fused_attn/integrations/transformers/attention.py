@@ -24,7 +24,7 @@ from fused_attn.nn.packing import Packing
 # Unsupported arguments that would change the result, with descriptions for error messages. Other
 # arguments that models pass to attention functions (layer_idx, position_ids, ...) do not change it.
 REFUSED = {
-    "block_indices": "picks the blocks of keys that a query sees",
+    "block_indices": "selects the blocks of keys that a query attends to",
     "head_mask": "scales the weights of each head",
 }
 
@@ -80,8 +80,8 @@ def attention_forward(
     """
     if output_attentions:
         warnings.warn(
-            "fused_attn never holds the weights, so output_attentions=True returns none; use "
-            'model.set_attn_implementation("eager") to look at them',
+            "fused_attn never materializes the weights, so output_attentions=True returns none; "
+            'use model.set_attn_implementation("eager") to get them',
             stacklevel=2,
         )
     _refuse(kwargs)
@@ -179,7 +179,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"fused_attn does not support {name} in an attention of transformers: it "
+                f"fused_attn does not support {name} in transformers' attention: it "
                 f'{REFUSED[name]}; use model.set_attn_implementation("sdpa") for this model'
             )
 
@@ -190,6 +190,6 @@ def _check_packing(mask: Tensor | Mask | None, cu_seqlens: Tensor | None) -> Non
         return
     if mask is None or not mask.document_pairs:
         raise NotImplementedError(
-            "fused_attn does not take the packing of sequences from cu_seq_lens_q alone: pass "
-            "position_ids that start with 0 in each, no attention_mask, and use_cache=False"
+            "fused_attn does not infer packed sequences from cu_seq_lens_q alone: pass "
+            "position_ids that start at 0 in each, no attention_mask, and use_cache=False"
         )

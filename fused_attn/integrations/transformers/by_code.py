@@ -2,7 +2,7 @@
 
 Every transformers model defines its own norm and feed-forward classes, but nearly all are copies of
 a few originals. A class is swapped if its methods have the bytecode of an original listed below,
-whatever its name. All other classes remain unchanged.
+regardless of its name. All other classes remain unchanged.
 """
 
 from __future__ import annotations

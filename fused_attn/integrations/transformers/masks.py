@@ -186,7 +186,7 @@ def _adds_masks_at_first(config: type) -> bool:
         own = [model for model in own if model.__module__ == file] or own
         if own:
             return not any(model._supports_sdpa for model in own)
-    # The config is nested in another config, or unknown. Return False only if all models beside it
+    # The config is nested in another config, or unknown. Return False only if all other models
     # support sdpa, because a model that supports only float masks must get those.
     for file in files:
         beside = [model for model in models if model.__module__ == file]
@@ -196,7 +196,7 @@ def _adds_masks_at_first(config: type) -> bool:
 
 
 def _loaded_models() -> list[type[PreTrainedModel]]:
-    """Return all model classes that were imported; the one that asks for a mask is among them."""
+    """Return all imported model classes, which include the one that requests a mask."""
     found = [PreTrainedModel]
     for kind in found:  # the list grows while it is iterated
         found.extend(kind.__subclasses__())

@@ -80,19 +80,19 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
     # Files of purely convolutional models do not import the interface.
     attends = hasattr(library, _INTERFACE)
     if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
-        return "it supports neither sdpa nor other implementations: it does more with its masks"
+        return "it supports only eager attention, because it uses its masks in other ways"
     for part in _parts(kind):
         names = names_in(part)
         for table in map(_globals(part).get, names):
             if _is_table(table) and NAME not in table:
-                return f"{part.__name__} picks its attention by name from {', '.join(table)}"
+                return f"{part.__name__} selects its attention by name from {', '.join(table)}"
         if _INTERFACE in names:
             if any(map(_resolves_to_eager, methods_of(part))):
-                return f"{part.__name__} finds no implementation but eager attention"
+                return f"{part.__name__} finds only eager attention"
             keywords = keywords_in(part)
             for argument, meaning in REFUSED.items():
                 if argument in keywords:
-                    return f"{part.__name__} hands over {argument}, which {meaning}"
+                    return f"{part.__name__} passes {argument}, which {meaning}"
     return None
 
 

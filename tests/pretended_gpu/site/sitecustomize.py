@@ -1,7 +1,7 @@
-"""Let `import fused_attn` find the modules that were built for the pretended GPU.
+"""Let `import fused_attn` find the modules that were built for the simulated GPU.
 
-They are not in the package's folder, whose modules are for another Python or with a runtime of
-CUDA that wants a real driver.
+They are not in the package's folder, whose modules are for another Python or contain a CUDA
+runtime that needs a real driver.
 """
 
 import sys

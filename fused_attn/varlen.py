@@ -140,8 +140,8 @@ def packed_spec(
             max_seqlen_k=max_seqlen_k,
         )
 
-    what = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
+    memo_key = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
     ends = cu_seqlens_q, cu_seqlens_k
     if mask is None:
-        return recall_on_tensor(cu_seqlens_q, what, ends, make)
-    return recall(mask.memo, what, (*ends, *mask.tensors()), query.device, make)
+        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
+    return recall(mask.memo, memo_key, (*ends, *mask.tensors()), query.device, make)

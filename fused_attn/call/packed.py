@@ -65,10 +65,10 @@ def with_lengths(
         whole = whole & masks.causal() if is_causal else whole
         return whole if mask is None else mask & whole
 
-    what, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
+    memo_key, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
     if mask is None:
-        return recall_on_tensor(cu_seqlens_q, what, ends, make)
-    return recall(mask.memo, what, ends, cu_seqlens_q.device, make)
+        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
+    return recall(mask.memo, memo_key, ends, cu_seqlens_q.device, make)
 
 
 def over_padded(

@@ -77,13 +77,11 @@ class UncheckedAttention:
 
     def resolve_mask(self) -> MaskSpec | None:
         """Return the MaskSpec of attn_mask and is_causal, or None if the call needs validation."""
-        given = self.attn_mask
         if self.mask is None:
-            self.mask = (
-                given
-                if isinstance(given, MaskSpec)
-                else spec_of(given, self.is_causal, self.query, self.key)
-            )
+            mask = self.attn_mask
+            if not isinstance(mask, MaskSpec):
+                mask = spec_of(mask, self.is_causal, self.query, self.key)
+            self.mask = mask
         return self.mask
 
     def is_resolved(self) -> bool:

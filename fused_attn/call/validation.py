@@ -117,8 +117,8 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
         # A cached value must not reference the tensor that owns the cache.
         return None if starts is cu_seqlens else starts
 
-    what = ("cu_seqlens", max_seqlen, rows.shape[0])
-    starts = recall_on_tensor(cu_seqlens, what, (cu_seqlens,), converted)
+    memo_key = ("cu_seqlens", max_seqlen, rows.shape[0])
+    starts = recall_on_tensor(cu_seqlens, memo_key, (cu_seqlens,), converted)
     starts = cu_seqlens if starts is None else starts
     return starts if savable(starts) else starts.clone()
 
@@ -173,15 +173,15 @@ def checked_attention(
     """
     check_floats({"query": call.query, "key": call.key, "value": call.value})
     query, key, value = autocast(call.query, call.key, call.value)
-    given: Any = call.attn_mask
-    if isinstance(given, MaskSpec) and given.cu_seqlens_q is not None:
+    mask: Any = call.attn_mask
+    if isinstance(mask, MaskSpec) and mask.cu_seqlens_q is not None:
         query, key, value = _packed_qkv(query, key, value)
-        return attention_call(query, key, value, given, call.options), None
+        return attention_call(query, key, value, mask, call.options), None
     check_qkv(query, key, value)
-    given = known_mask(given, (query.shape[-2], key.shape[-2]))
-    tensor = given if isinstance(given, Tensor) else None
+    mask = known_mask(mask, (query.shape[-2], key.shape[-2]))
+    tensor = mask if isinstance(mask, Tensor) else None
     q, k, v, tensor, leading = canonical(query, key, value, tensor, call.enable_gqa)
-    mask = given if tensor is None else tensor
+    mask = mask if tensor is None else tensor
     mask = mask if isinstance(mask, MaskSpec) else as_mask(mask, call.is_causal)
     return attention_call(q, k, v, mask, call.options), leading
 

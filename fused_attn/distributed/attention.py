@@ -212,9 +212,9 @@ def _roles(groups: list[Ranks], method: Method, own: Prepared) -> tuple[Ranks | 
 def _mean_visible(own: Prepared) -> float:
     """Return the mean number of keys that a query attends to."""
     spec, shape = own.spec, own.shape
-    what = ("mean work", *shape)
+    memo_key = ("mean work", *shape)
     return _cached_on_mask(
-        spec, what, own.inputs.query.device, lambda: VisibleKeys(spec, shape).mean_work
+        spec, memo_key, own.inputs.query.device, lambda: VisibleKeys(spec, shape).mean_work
     )
 
 
@@ -251,8 +251,8 @@ def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
             starts=own.starts, prefix=prefix, dropout=dropout,
         )  # fmt: skip
 
-    what = ("ring", shards.queries, shards.keys, rank, dropout, packed, *own.shape)
-    return _cached_on_mask(spec, what, own.inputs.query.device, make)
+    memo_key = ("ring", shards.queries, shards.keys, rank, dropout, packed, *own.shape)
+    return _cached_on_mask(spec, memo_key, own.inputs.query.device, make)
 
 
 _LIMIT = 64  # number of values per mask with tensors, and of all masks without
@@ -260,16 +260,16 @@ _of_numbers: Memo = {}
 
 
 def _cached_on_mask(
-    spec: MaskSpec, what: Hashable, device: torch.device, make: Callable[[], T]
+    spec: MaskSpec, memo_key: Hashable, device: torch.device, make: Callable[[], T]
 ) -> T:
-    """Return make(), or its cached result for the same mask and the same `what`.
+    """Return make(), or its cached result for the same mask and the same `memo_key`.
 
     Two masks are the same if their numbers are equal and their tensors, except bias, are unchanged;
     see `masks.memo.recall`. Values must not depend on the bias. Caching only saves time: it must
     not affect whether ranks communicate.
 
     Args:
-        what: everything else that the value depends on.
+        memo_key: everything else that the value depends on.
         device: device of the call.
     """
     named = {
@@ -278,7 +278,7 @@ def _cached_on_mask(
         if tensor is not None and name != "bias" and not name.endswith("_summary")
     }
     numbers = tuple(value for value in spec.flat() if isinstance(value, (int, float)))
-    key, tensors = (what, numbers, *named), list(named.values())
+    key, tensors = (memo_key, numbers, *named), list(named.values())
     if tensors:
         return recall_on_tensor(tensors[0], key, tensors, make, _LIMIT)
     return recall(_of_numbers, key, (), device, make, _LIMIT)

@@ -58,12 +58,12 @@ class Step:
     Attributes:
         blocks: the blocks to compute.
         wanted: rows of the rank that owns the keys, in ascending order; these are received.
-        given: own rows, in ascending order, that are sent to the rank that needs them.
+        sent: own rows, in ascending order, that are sent to the rank that needs them.
     """
 
     blocks: tuple[Block, ...]
     wanted: tuple[range, ...]
-    given: tuple[range, ...]
+    sent: tuple[range, ...]
 
 
 class Plan(NamedTuple):
@@ -121,9 +121,9 @@ def plan_of(
     for s in range(ranks):
         own = blocks((rank - s) % ranks, rank)
         wanted = union(key.rows for _, key in own)
-        given = union(key.rows for _, key in blocks(rank, (rank + s) % ranks))
+        sent = union(key.rows for _, key in blocks(rank, (rank + s) % ranks))
         placed = tuple(Block(q, k, _within(wanted, k.rows)) for q, k in own)
-        steps.append(Step(placed, wanted, given))
+        steps.append(Step(placed, wanted, sent))
     return Plan(tuple(pieces[rank]), tuple(steps))
 
 

@@ -98,8 +98,8 @@ class _Ring(Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         needs_bias = ctx.needs_input_grad[5 + MaskSpec.TENSORS.index("bias")]
-        given = ctx.setting, ctx.mask, needs_bias, grad_out, grad_lse
-        query, key, value, bias = _RingBackward.apply(*given, *ctx.saved_tensors)
+        rest = ctx.setting, ctx.mask, needs_bias, grad_out, grad_lse
+        query, key, value, bias = _RingBackward.apply(*rest, *ctx.saved_tensors)
         return query, key, value, None, None, *MaskSpec.by_tensor(bias=bias)
 
 
@@ -184,7 +184,7 @@ def _requested(setting: Ring, s: int, key: Tensor, value: Tensor) -> Transfer:
     return start_transfer(
         setting.ranks,
         to=rank + s,
-        sent=_packed(key, value, step.given),
+        sent=_packed(key, value, step.sent),
         source=rank - s,
         received=_buffer(key, value, step.wanted),
     )
@@ -202,7 +202,7 @@ def _returned(
         to=rank - s,
         sent=_packed(of_keys, of_values, rows),
         source=rank + s,
-        received=_buffer(sums.key, sums.value, step.given),
+        received=_buffer(sums.key, sums.value, step.sent),
     )
 
 
@@ -266,10 +266,10 @@ class _Gradients:
         if received is not None:
             for sums, added in zip(
                 (self.key, self.value),
-                _split(received, self.key, self.value, step.given),
+                _split(received, self.key, self.value, step.sent),
                 strict=True,
             ):
-                _add_rows(sums, step.given, added)
+                _add_rows(sums, step.sent, added)
 
     def add_shift(self, piece: Piece, grad_lse: Tensor) -> None:
         """Add the gradient of lse, (batch, num_heads, rows of the piece), to that of bias."""
@@ -343,5 +343,5 @@ class _Block:
         grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
         outputs = own.kernel_layout().without_none()
         grad_out = grad_out[:, :, self.rows]
-        given = AttentionBackward(self._call, outputs, grad_out, grad_lse, needs_bias)
-        return ops.attention_bwd(given, self._backend)
+        work = AttentionBackward(self._call, outputs, grad_out, grad_lse, needs_bias)
+        return ops.attention_bwd(work, self._backend)

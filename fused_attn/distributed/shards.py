@@ -59,9 +59,9 @@ def attention_offsets(
         [[64, 0, 4], [64, 0, 12]]
     """
     heads = num_heads if num_heads_global is None else num_heads_global
-    for name, given in (("head0", head0), ("num_heads_global", heads)):
-        if not isinstance(given, Integral) or isinstance(given, bool):
-            raise TypeError(f"{name} must be an int, got {type(given).__name__}")
+    for name, index in (("head0", head0), ("num_heads_global", heads)):
+        if not isinstance(index, Integral) or isinstance(index, bool):
+            raise TypeError(f"{name} must be an int, got {type(index).__name__}")
     if heads < num_heads:
         raise ValueError(f"num_heads_global must be at least num_heads ({num_heads}), got {heads}")
     if not 0 <= head0 <= heads - num_heads:
@@ -103,27 +103,27 @@ def norm_offsets(
     return row + _numbers("batch0", batch0, runs, device) * row_stride
 
 
-def _numbers(name: str, given: Positions, count: int, device: torch.device | str) -> Tensor:
+def _numbers(name: str, positions: Positions, count: int, device: torch.device | str) -> Tensor:
     """Return the global index of each sequence, int64 (count,).
 
     If an int is given, it is the index of the first of consecutive sequences.
     """
-    numbers = _of_each(name, given, count, device)
-    if isinstance(given, Integral):
+    numbers = _of_each(name, positions, count, device)
+    if isinstance(positions, Integral):
         return numbers + torch.arange(count, device=device)
     return numbers
 
 
 def _of_each(
-    name: str, given: Positions, count: int, device: torch.device | str, multiple_of: int = 1
+    name: str, positions: Positions, count: int, device: torch.device | str, multiple_of: int = 1
 ) -> Tensor:
     """Validate positions and convert them to int64 (count,), one for each sequence."""
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        position = int(given)
+    if isinstance(positions, Integral) and not isinstance(positions, bool):
+        position = int(positions)
         _check(name, position, multiple_of)
         # Fill on the device: a copy from the host would synchronize and fail in a CUDA graph.
         return torch.full((count,), position, dtype=torch.int64, device=device)
-    positions = torch.as_tensor(given)
+    positions = torch.as_tensor(positions)
     if positions.dtype not in (torch.int32, torch.int64) and positions.numel() > 0:
         raise TypeError(f"{name} must be integers, got {positions.dtype}")
     if positions.shape != (count,):

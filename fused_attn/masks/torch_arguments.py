@@ -58,18 +58,18 @@ def arguments_of(
             raise ValueError  # caught below; validation raises it again, with a message
         return made
 
-    what = ("torch", shape, query.dtype, query.device, is_causal)
+    memo_key = ("torch", shape, query.dtype, query.device, is_causal)
     try:
         if isinstance(attn_mask, Mask):
             memo, tensors = attn_mask.memo, attn_mask.tensors()
             return recall(
-                memo, what, tensors, query.device, lambda: _arguments(spec(), shape, query)
+                memo, memo_key, tensors, query.device, lambda: _arguments(spec(), shape, query)
             )
         if type(attn_mask) is not Tensor or attn_mask.is_neg():
             return None
         if attn_mask.is_inference() and not savable(attn_mask):
             return None
-        return _of_tensor(attn_mask, what, spec, shape, query)
+        return _of_tensor(attn_mask, memo_key, spec, shape, query)
     except (TypeError, ValueError):  # validation may report an error in another argument first
         return None
 
@@ -83,21 +83,21 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     """
     tensors = [t for t in spec.tensors() if t is not None]
     numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
-    what = ("torch", shape, query.dtype, query.device, numbers)
+    memo_key = ("torch", shape, query.dtype, query.device, numbers)
     mask_tensor = _tensor_of(spec)
     if mask_tensor is not None and len(tensors) == 1:
-        return _of_tensor(mask_tensor, what, lambda: spec, shape, query)
+        return _of_tensor(mask_tensor, memo_key, lambda: spec, shape, query)
 
     def compute() -> TorchArguments:
         return _arguments(spec, shape, query)
 
     if tensors:
-        return recall_on_tensor(tensors[0], what, tensors, compute, _MAX_CACHED)
-    return recall(spec.own_memo(), what, tensors, query.device, compute)
+        return recall_on_tensor(tensors[0], memo_key, tensors, compute, _MAX_CACHED)
+    return recall(spec.own_memo(), memo_key, tensors, query.device, compute)
 
 
 def _of_tensor(
-    tensor: Tensor, what: Hashable, spec: Callable[[], MaskSpec], shape: Shape, query: Tensor
+    tensor: Tensor, memo_key: Hashable, spec: Callable[[], MaskSpec], shape: Shape, query: Tensor
 ) -> TorchArguments:
     """Return torch's arguments for a mask that is a single tensor, cached on the caller's tensor.
 
@@ -110,7 +110,7 @@ def _of_tensor(
         arguments = _arguments(of, shape, query)
         return None if arguments.attn_mask is _tensor_of(of) else arguments
 
-    cached = recall_on_tensor(tensor, what, (tensor,), compute, _MAX_CACHED)
+    cached = recall_on_tensor(tensor, memo_key, (tensor,), compute, _MAX_CACHED)
     if cached is not None:
         return cached
     # torch's fused kernels accept only 2-D and 4-D masks.

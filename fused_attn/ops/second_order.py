@@ -46,8 +46,8 @@ def differentiated(
             grads = _first_order(of_inputs, [_tracked(t) for t in inputs], grad_outputs)
         by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
         return tuple([None if name is None else by_name[name] for name in names])
-    what = (run, call.without_tensors(), names, len(grad_outputs), function)
-    return _Backward.apply(*what, *grad_outputs, *call.tensors())
+    args = (run, call.without_tensors(), names, len(grad_outputs), function)
+    return _Backward.apply(*args, *grad_outputs, *call.tensors())
 
 
 class _Backward(Function):
@@ -65,12 +65,12 @@ class _Backward(Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.what = (call, names, num_outputs, function)
+        ctx.args = (call, names, num_outputs, function)
         return tuple(run())
 
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
-        call, names, num_outputs, function = ctx.what
+        call, names, num_outputs, function = ctx.args
         grad_outputs = ctx.saved_tensors[:num_outputs]
         call = call.with_tensors(ctx.saved_tensors[num_outputs:])
         of_name = {n: g for n, g in zip(names, grad_grads, strict=True) if n is not None}

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
-from fused_attn.integrations.sdpa import enabled
+from fused_attn.integrations.enable import enabled
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
     SwapReport,

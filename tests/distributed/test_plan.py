@@ -95,8 +95,8 @@ def covered(plans, shardings, sizes, starts=None):
             peer = (rank - s) % ranks
             theirs = shardings[1].positions(peer)
             rows = [i for part in step.wanted for i in part]
-            given = [i for part in plans[peer].steps[s].given for i in part]
-            assert rows == given, "what one rank wants is not what the other gives"
+            sent = [i for part in plans[peer].steps[s].sent for i in part]
+            assert rows == sent, "what one rank wants is not what the other gives"
             for block in step.blocks:
                 assert [rows[i] for i in block.received] == list(block.keys.rows)
                 q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]

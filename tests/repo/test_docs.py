@@ -48,7 +48,7 @@ def test_named_files(page):
     assert not named - sources - {"setup.py"}
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "quadratic-cost.md"])
+@pytest.mark.parametrize("page", ["transformer.md", "quadratic-cost.md"])
 def test_pages_point_at_code(page):
     assert SYMBOL.search((DOCS / page).read_text("utf-8"))
 

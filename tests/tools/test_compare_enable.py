@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_attn.integrations import sdpa
+from fused_attn.integrations import enable
 from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 from fused_attn.tools.compare import compare
 
@@ -67,9 +67,9 @@ def test_calls_are_compared_and_counted():
 
 
 def test_a_kernel_that_is_off_is_seen(monkeypatch):
-    exact = sdpa.functional.scaled_dot_product_attention
+    exact = enable.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        sdpa.functional,
+        enable.functional,
         "scaled_dot_product_attention",
         lambda *args, **kwargs: exact(*args, **kwargs) * (1 + 1e-3),
     )
@@ -78,7 +78,7 @@ def test_a_kernel_that_is_off_is_seen(monkeypatch):
 
 def test_under_a_switch_that_is_on_already():
     """The reference run stays eager."""
-    with sdpa.enabled() as outer:
+    with enable.enabled() as outer:
         report = compare(model(Attention()), tokens(), enable=True)
     assert report.ok and report.calls.fused == 1 == outer.fused
     assert outer.left_to_torch > 0

@@ -138,10 +138,10 @@ def layout_of(spec: MaskSpec, plan: Plan, sizes: tuple[int, int, int], query: Te
             return Layout((Sequences(row * seqlen_q, row * seqlen_k, 1),), None)
         return _of_bounds(spec, plan, seqlen_q, seqlen_k)
 
-    what = ("flash", sizes, plan.square, device)
+    memo_key = ("flash", sizes, plan.square, device)
     if tensors:
-        return recall_on_tensor(tensors[0], what, tensors, make, _CACHED)
-    return recall(spec.own_memo(), what, tensors, device, make)
+        return recall_on_tensor(tensors[0], memo_key, tensors, make, _CACHED)
+    return recall(spec.own_memo(), memo_key, tensors, device, make)
 
 
 def _of_bounds(spec: MaskSpec, plan: Plan, seqlen_q: int, seqlen_k: int) -> Layout:

@@ -105,9 +105,11 @@ def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, P
     A Mask caches its MaskSpec, so the layers of a model share the operands.
     """
     spec, key = call.mask, call.key
-    what = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])
+    memo_key = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])
     tensors = [t for t in spec.tensors() if t is not None]
-    return recall(spec.own_memo(), what, tensors, key.device, lambda: _operands(call, block_size))
+    return recall(
+        spec.own_memo(), memo_key, tensors, key.device, lambda: _operands(call, block_size)
+    )
 
 
 def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
@@ -179,8 +181,8 @@ def _structure_of(spec: MaskSpec, call: AttentionCall, block_size: BlockSize) ->
         return _Structure(replace(intervals, rest=MaskSpec(**made)), names, lists, unmasked)
 
     tensors = [t for t in spec.tensors() if t is not None]
-    what = ("flex", device, block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
-    return recall_on_tensor(tensors[0], what, tensors, make, _CACHED) if tensors else make()
+    memo_key = ("flex", device, block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
+    return recall_on_tensor(tensors[0], memo_key, tensors, make, _CACHED) if tensors else make()
 
 
 def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:

@@ -21,7 +21,7 @@ from fused_attn import masks
 SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_give_the_losses_of_one(tmp_path):
     """Losses are the same, and only the first process prints and writes results."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -217,13 +217,11 @@ def test_copies_and_pickles():
         encoders.PackedGPT2  # noqa: B018
 
 
-@pytest.mark.sampled("packed ones are there", packed=[False])
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        ("Bert", False),
-        ("Bert", True),
-        *(pytest.param(n, True, marks=pytest.mark.thorough) for n in FAMILIES if n != "Bert"),
+        pytest.param("Bert", False, marks=pytest.mark.thorough),
+        *(pytest.param(n, True, marks=pytest.mark.thorough) for n in FAMILIES),
     ],
 )
 def test_compiled_encoders(name, packed):

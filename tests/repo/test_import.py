@@ -116,6 +116,7 @@ assert model.config._attn_implementation == "fused_attn"
 BOTH = ["import fused_attn", "from transformers import AutoModel, BertConfig"]
 
 
+@pytest.mark.sampled("a name that is taken needs the same order", imports=[BOTH[::-1]])
 @pytest.mark.parametrize("imports", [BOTH, BOTH[::-1]], ids=["ours first", "ours second"])
 def test_transformers_knows_the_name(imports):
     pytest.importorskip("transformers", reason="reason: transformers is not installed")

@@ -200,7 +200,7 @@ def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
         return results
 
     monkeypatch.setattr(backend, kernel, wrong)
-    status, out, _ = run(capsys, "doctor")
+    status, out, _ = run(capsys, "doctor", "--backend", "cpp")
     assert status == 1
     assert re.search(r"\d of \d checks FAILED", out)
 

@@ -1,8 +1,9 @@
 """Fields of a MaskSpec: the dimensions of its tensors, and refusal of unknown fields.
 
 Code outside of the kernels that reads a MaskSpec field by field calls `unknown_fields` or
-`refuse_unknown_fields`: masks/restrict.py, intervals.py, band.py, and Triton's spec_args.py. A new
-field is refused there, instead of ignored, until all of them handle it and KNOWN lists it.
+`refuse_unknown_fields`: masks/restrict.py, intervals.py, band.py, torch_arguments.py, and Triton's
+spec_args.py. A new field is refused there, instead of ignored, until all of them handle it and
+KNOWN lists it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ TENSORS = {
     "key_documents": "bK",
     "slopes": "bH",
 }
+# Without *TENSORS: a new tensor has its dimensions there before all readers handle it.
 KNOWN = frozenset(
     (
-        *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-        "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band", "memo",
+        "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
+        "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+        "band_lo", "band_hi", "alibi_offset", "by_query", "band", "memo",
     )
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable, savable, statistics_dtype
+from fused_attn.masks.fields import refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import recall, recall_on_tensor
@@ -54,6 +55,7 @@ def arguments_of(
 
     def spec() -> MaskSpec:
         made = normalize(as_mask(attn_mask, is_causal), *shape, query)
+        refuse_unknown_fields(made, "sdpa")
         if not bias_fits(made, query.dtype):
             raise ValueError  # caught below; validation raises it again, with a message
         return made
@@ -81,6 +83,7 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
         shape: (batch, num_heads, seqlen_q, seqlen_k).
         query: only its dtype and device are used.
     """
+    refuse_unknown_fields(spec, "sdpa")
     tensors = [t for t in spec.tensors() if t is not None]
     numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
     memo_key = ("torch", shape, query.dtype, query.device, numbers)

@@ -7,7 +7,7 @@ from dataclasses import fields, make_dataclass
 import pytest
 import torch
 
-from fused_attn.masks import band, intervals, restrict
+from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 
@@ -18,6 +18,7 @@ READERS = {
     "ring, sequences": lambda spec: restrict.of_sequences(spec, slice(0, 1)),
     "ring, positions": lambda spec: restrict.of_positions(spec, range(2), range(3)),
     "flex": lambda spec: intervals.intervals_of(spec, (2, 4, 5, 5), CPU),
+    "sdpa": lambda spec: torch_arguments.torch_arguments(spec, (2, 4, 5, 5), torch.empty(0)),
 }
 
 

@@ -25,13 +25,14 @@ import torch
 from fused_attn import masks
 from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
+from fused_attn.backends.verdicts import WIDTHS
 from fused_attn.call.calls import AttentionBackward, AttentionCall, NormBackward, NormCall
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
 
 ELEMENTS = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HEAD_DIMS = WIDTHS
 COLUMNS = (64, 768, 4096, 65536)
 
 

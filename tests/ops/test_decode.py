@@ -19,6 +19,7 @@ from mask_cases import FIELDS, MASKS
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import get_backend
+from fused_attn.backends.verdicts import WIDTHS
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
@@ -130,7 +131,7 @@ def test_invisible_nan_stays_where_it_is(dtype, backend):
 @pytest.mark.thinned("each width is there in float32", dtype=[torch.bfloat16], dim=[32, 96, 192])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", WIDTHS)
 def test_head_dims(dim, dtype, backend):
     tensors = random_qkv(1, 4, 2, 3, 400, dim)
     check(tensors, masks.sliding_window(300, align="bottom_right"), dtype, backend)

@@ -10,7 +10,9 @@ import functools
 import hashlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -32,7 +34,8 @@ if os.environ.get("CUDA_EMULATED") == "1":
 
 # Backends with kernels of this package. test_sdpa.py tests the backends that call torch.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
-ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
+_ISAS = Path(__file__).resolve().parents[2] / "csrc/cpu/isas.inc"
+ISAS = re.findall(r"^FUSED_ATTN_ISA\((\w+)", _ISAS.read_text(), re.MULTILINE)
 MAX_REFERENCES = 256  # cache size, larger than the number of problems of any test
 # conftest.py deselects the dtypes that a test's backend does not support.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

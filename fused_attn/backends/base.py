@@ -95,6 +95,34 @@ class Backend:
         """
         return None
 
+    def activation(
+        self,
+        input: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        seed: Tensor | None,
+        grad_out: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute dropout(activation(input + bias)), or its gradient if grad_out is given.
+
+        Backends need not implement this method.
+
+        Args:
+            input: (*, columns), contiguous, without lazy negation.
+            bias: (columns,), in the dtype of input.
+            activation: one of ACTIVATIONS.
+            seed: int64 scalar; seed of the dropout mask, see `base.philox.norm_keep`. None without
+                dropout.
+            grad_out: gradient of the result. If given, the method returns the gradient of
+                input + bias. For "relu", input must then be the result of the forward.
+            out: tensor to write the result to; may be input. By default, a new tensor that is not
+                a view is allocated.
+        """
+        raise NotImplementedError
+
     def attention_fwd(
         self, call: Any, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:

@@ -78,6 +78,29 @@ class CppBackend(Backend):
         _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=num_threads())
         return summary
 
+    def activation(
+        self,
+        input: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        seed: Tensor | None,
+        grad_out: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        columns = input.shape[-1]
+        rows = input.numel() // columns
+        if out is None:
+            out = _pooled(*contiguous(input.shape), input.dtype, input.device)
+        _cpu.activation(
+            input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
+            rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
+            dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
+            num_threads=num_threads(),
+        )  # fmt: skip
+        return out
+
     def attention_fwd(
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
@@ -164,41 +187,6 @@ def _run(function: Any, *args: Any) -> Any:
         return function(*args)
     with torch.autograd.profiler.record_function(f"fused_attn::cpp::{function.__name__}"):
         return function(*args)
-
-
-def activation(
-    input: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    grad_out: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute dropout(activation(input + bias)), or its gradient if grad_out is given.
-
-    Args:
-        input: (*, columns), contiguous, without lazy negation.
-        bias: (columns,), in the dtype of input.
-        activation: one of ACTIVATIONS.
-        seed: int64 scalar; seed of the dropout mask, see `base.philox.norm_keep`. None without
-            dropout.
-        grad_out: gradient of the result. If given, the function returns the gradient of
-            input + bias. For "relu", input must then be the result of the forward.
-        out: tensor to write the result to; may be input. By default, a new tensor that is not a
-            view is allocated.
-    """
-    columns = input.shape[-1]
-    if out is None:
-        out = _pooled(*contiguous(input.shape), input.dtype, input.device)
-    _cpu.activation(
-        input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
-        rows=input.numel() // columns, columns=columns, activation=ACTIVATIONS.index(activation),
-        dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
-        num_threads=num_threads(),
-    )  # fmt: skip
-    return out
 
 
 def isa() -> str:

@@ -174,7 +174,7 @@ def activation(
     seed: Tensor | None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """Compute as `cpp.activation` does, in torch operations."""
+    """Implement `Backend.activation` in torch operations."""
     backward = grad_out is not None
     if activation == "relu" and grad_out is not None:
         kept = ~(input <= 0)  # input is the result of the forward; NaN counts as positive

@@ -18,7 +18,7 @@ from fused_attn.backends.eager import EagerBackend
 from fused_attn.backends.flash import FlashBackend
 from fused_attn.backends.flex import FlexBackend
 from fused_attn.backends.flex.flash import FlexFlashBackend
-from fused_attn.backends.problem import Problem, problem_of
+from fused_attn.backends.problem import NormProblem, Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
@@ -186,8 +186,10 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
         against = candidate.unsupported(problem)
         return (None, [(wanted, against)]) if against else (candidate, [])
     settings = verdicts.changes, torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling():  # Dynamo warns about functools.lru_cache
-        return _first_for.__wrapped__(problem, *settings)
+    if torch.compiler.is_compiling():
+        if isinstance(problem, NormProblem) and not problem.dropout:
+            return BACKENDS["sdpa"], []  # Inductor fuses torch's norm with adjacent operations
+        return _first_for.__wrapped__(problem, *settings)  # Dynamo warns about functools.lru_cache
     try:
         return _first_for(problem, *settings)
     except TypeError:  # symbolic sizes have no hash

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import cpp, reference
+from fused_attn.backends import Backend, reference
 from fused_attn.backends.fields import DTYPES
 from fused_attn.backends.registry import default_backend
 from fused_attn.base import philox
@@ -29,9 +29,7 @@ from fused_attn.base.torch_state import (
 
 def supports_activation(input: Tensor) -> bool:
     """Return True if `activation_pass` may accept this tensor, or the result of a matmul of it."""
-    if type(input) not in PLAIN_TYPES or is_intercepted():
-        return False
-    return isinstance(default_backend(input.device), cpp.CppBackend)
+    return _backend_of(input) is not None
 
 
 def activation_pass(
@@ -42,7 +40,7 @@ def activation_pass(
     *,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """Compute dropout(activation(input + bias)), or return None if no kernel supports it.
+    """Compute dropout(activation(input + bias)), or return None if no backend supports the call.
 
     Args:
         input: (*, columns), contiguous.
@@ -52,7 +50,8 @@ def activation_pass(
         dropout_p: probability of dropping an element, in [0, 1).
         overwrite: allow the result to overwrite input. Ignored if a gradient is needed.
     """
-    if not supports_activation(input) or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
+    backend = _backend_of(input)
+    if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
         return None
     if not (input.dim() and input.numel() > 0 and input.is_contiguous()) or input.is_neg():
         return None
@@ -64,8 +63,17 @@ def activation_pass(
     needs_grad = input.requires_grad or (bias is not None and bias.requires_grad)
     call = activation, dropout_p, seed
     if torch.is_grad_enabled() and needs_grad:
-        return _Activation.apply(input, bias, call)
-    return cpp.activation(input, bias, *call, out=input if overwrite else None)
+        return _Activation.apply(input, bias, call, backend)
+    return backend.activation(input, bias, *call, out=input if overwrite else None)
+
+
+def _backend_of(input: Tensor) -> Backend | None:
+    if type(input) not in PLAIN_TYPES or is_intercepted():
+        return None
+    backend = default_backend(input.device)
+    if backend is None or type(backend).activation is Backend.activation:
+        return None
+    return backend
 
 
 class _Activation(Function):
@@ -75,15 +83,16 @@ class _Activation(Function):
         input: Tensor,
         bias: Tensor | None,
         call: tuple[str, float, Tensor | None],
+        backend: Backend,
     ) -> Tensor:
         # Do not return a view: autograd forbids in-place operations on views from a Function.
-        out = cpp.activation(input, bias, *call)
+        out = backend.activation(input, bias, *call)
         activation = call[0]
         if activation == "relu":
             ctx.save_for_backward(out, None)  # the gradient passes where out > 0
         elif activation != "identity":
             ctx.save_for_backward(input, bias)
-        ctx.call = call
+        ctx.call, ctx.backend = call, backend
         return out
 
     @staticmethod
@@ -94,10 +103,10 @@ class _Activation(Function):
         args = (input, bias, *ctx.call, grad_out)
         plain = plain_eager(grad_out, input)
         differentiably = torch.is_grad_enabled() or not plain
-        grad = (reference if differentiably else cpp).activation(*args)
+        grad = (reference if differentiably else ctx.backend).activation(*args)
         columns = grad.shape[-1]
         grad_bias = grad.reshape(-1, columns).sum(0) if ctx.needs_input_grad[1] else None
-        return grad, grad_bias, None
+        return grad, grad_bias, None, None
 
 
 def _as_given(tensor: Tensor | None, like: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import Backend, problem_of, select
-from fused_attn.backends.registry import backend_for_unchecked, get_backend, wanted_backend
+from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.flat import Flat
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.call_counts import counting
@@ -210,11 +210,7 @@ def select_and_run_norm(
     call: NormCall, want_total: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """Run a validated norm call on the backend that is selected for it."""
-    backend = select(problem_of(call), named)
-    # Under torch.compile, default to torch's norm, which Inductor fuses with adjacent operations.
-    if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
-        backend = backend if wanted_backend() else get_backend("sdpa")
-    return run_norm(call, backend, want_total)
+    return run_norm(call, select(problem_of(call), named), want_total)
 
 
 def norm_in_shape(

@@ -21,9 +21,9 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
-from fused_attn.masks.mask import known_mask
 from fused_attn.masks.memo import recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.tensors import known_mask
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -125,7 +125,9 @@ def decode_attention(
             _append(cache, new, lengths, sharding, ranks.rank)
     call = AttentionCall(query, key_cache, value_cache, spec, options)
     runs = sharding.runs[ranks.rank]
-    merged = _merged(ranks, _own_part(call, runs, prefix=bool(mask.prefixes)), query.dtype)
+    merged = _merged(
+        ranks, _own_part(call, runs, prefix=bool(mask.prefixes or mask.mask_mods)), query.dtype
+    )
     return (merged.out, merged.lse) if return_lse else merged.out
 
 

@@ -2,7 +2,9 @@
 
 All code that interprets masks is in this package:
 
-    mask.py             `Mask`, the functions that create one, and the operator `&`
+    mask.py             `Mask`, the functions that create one, and the operators `&` and `|`
+    tensors.py          masks from tensors and from torch's mask objects
+    mask_mod.py         masks from functions of positions, and unions of masks
     spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
     materialize.py      dense tensors for the reference
     memo.py             cache of values derived from tensors
@@ -17,15 +19,14 @@ from fused_attn.masks.mask import (
     UNLIMITED,
     Mask,
     alibi,
-    as_mask,
-    bias,
     causal,
-    dense,
     documents,
     padding,
     prefix_lm,
     sliding_window,
 )
+from fused_attn.masks.mask_mod import from_mask_mod
+from fused_attn.masks.tensors import as_mask, bias, dense
 
 __all__ = [
     "ALIGNMENTS",
@@ -37,6 +38,7 @@ __all__ = [
     "causal",
     "dense",
     "documents",
+    "from_mask_mod",
     "padding",
     "prefix_lm",
     "sliding_window",

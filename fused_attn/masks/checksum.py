@@ -35,6 +35,9 @@ def _described(value: Any) -> Any:
         return [_described(item) for item in value]
     if is_dataclass(value):
         return [(f.name, _described(getattr(value, f.name))) for f in fields(value) if f.compare]
+    if callable(value):  # its repr has an address
+        code = getattr(value, "__code__", None)
+        return value.__module__, getattr(value, "__qualname__", ""), code and code.co_code
     return value
 
 

@@ -7,7 +7,6 @@ MaskSpec, the form for kernels.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, cast
@@ -15,8 +14,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import PLAIN_TYPES, host_readable
-from fused_attn.masks.memo import Memo, recall
+from fused_attn.base.torch_state import host_readable
+from fused_attn.masks.memo import Memo
 
 # Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
 # three values of this size does not overflow.
@@ -72,8 +71,11 @@ class Mask:
     dense_masks: tuple[Tensor, ...] = ()
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
+    mask_mods: tuple[Any, ...] = ()  # see mask_mod.py
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
-    _draw: ClassVar[Callable[..., Any]]  # set by picture.py, to avoid a circular import
+    # Set by picture.py and materialize.py, to avoid circular imports.
+    _draw: ClassVar[Callable[..., Any]]
+    _visible_rows: ClassVar[Callable[..., Tensor]]
     _tensors: ClassVar[list[Tensor] | None] = None  # cached per instance by tensors()
 
     def __repr__(self) -> str:
@@ -84,7 +86,7 @@ class Mask:
         if isinstance(other, Tensor):
             made = "bias" if other.is_floating_point() else "dense"
             raise TypeError(
-                f"a Mask and a {_describe(other)} cannot be combined directly: use "
+                f"a Mask and a {describe(other)} cannot be combined directly: use "
                 f"mask & masks.{made}(tensor)"
             )
         if not isinstance(other, Mask):
@@ -93,6 +95,17 @@ class Mask:
         return Mask(*(own + others for own, others in pairs))
 
     __rand__ = __and__  # tensor & mask raises the same TypeError as mask & tensor
+
+    def __or__(self, other: Mask) -> Mask:
+        """Return a mask in which a position is visible if either mask shows it.
+
+        The union is evaluated and recognized as the function of `from_mask_mod` is.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if any(mask.biases or mask.slopes for mask in (self, other)):
+            raise ValueError("masks with a bias or ALiBi cannot be united: add it to the union")
+        return Mask(mask_mods=((self, other),))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without the memo, because its tensor versions are invalid for a copy."""
@@ -223,6 +236,13 @@ def sliding_window(left: int, right: int = 0, align: str = "top_left") -> Mask:
     return Mask(bands=(_Band(left, right, align),))
 
 
+def diagonals(left: int, right: int) -> Mask:
+    """Return the mask -left <= j - i <= right; as in `sliding_window`, but left may be negative."""
+    if left >= UNLIMITED and right >= UNLIMITED:
+        return Mask()
+    return Mask(bands=(_Band(left, right, "top_left"),))
+
+
 def padding(
     key_lengths: Tensor | Sequence[int],
     query_lengths: Tensor | Sequence[int] | None = None,
@@ -305,122 +325,6 @@ def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
     return Mask(slopes=(_Alibi(slopes, align),))
 
 
-def dense(mask: Tensor) -> Mask:
-    """Create a mask from a bool tensor.
-
-    Args:
-        mask: True = attend; broadcastable to (batch, num_heads, seqlen_q, seqlen_k). A tensor of
-            size 1 in the query dimension, such as (batch, 1, 1, seqlen_k), becomes a key mask of
-            O(seqlen_k) cost.
-    """
-    if (
-        isinstance(known_mask(mask), Mask)
-        or not isinstance(mask, Tensor)
-        or mask.dtype != torch.bool
-    ):
-        raise TypeError(
-            f"mask must be a bool tensor (True = attend), got {_describe(mask)}"
-            f"{_as_bool(mask) or '; pass a float mask to masks.bias'}"
-        )
-    return Mask(dense_masks=(mask,))
-
-
-def bias(mask: Tensor) -> Mask:
-    """Create a mask from a float tensor that is added to the scores, after scale and softcap.
-
-    Args:
-        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); -inf masks a position. If it
-            requires grad, the gradient has its shape.
-    """
-    if (
-        isinstance(known_mask(mask), Mask)
-        or not isinstance(mask, Tensor)
-        or not mask.is_floating_point()
-    ):
-        raise TypeError(
-            f"mask must be a float tensor, got {_describe(mask)}; pass a bool mask to masks.dense"
-        )
-    return Mask(biases=(mask,))
-
-
-def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
-    """Return the Mask that a tensor subclass represents; other values are returned unchanged.
-
-    Args:
-        attn_mask: torch's CausalBias, whose memory holds no mask, becomes `causal`.
-        lengths: (seqlen_q, seqlen_k) of the call, if known.
-
-    Raises:
-        ValueError: a CausalBias has other lengths than the call.
-        TypeError: another subclass overrides `__torch_function__`, so its memory may not hold its
-            values.
-    """
-    if type(attn_mask) in PLAIN_TYPES or not isinstance(attn_mask, Tensor):
-        return attn_mask
-    of_torch: Any = sys.modules.get("torch.nn.attention.bias")
-    if of_torch is not None and isinstance(attn_mask, of_torch.CausalBias):
-        given: Any = attn_mask
-        own = given.seq_len_q, given.seq_len_kv
-        if lengths is not None and own != lengths:
-            raise ValueError(f"attn_mask must be a CausalBias for lengths {lengths}, got {own}")
-        is_top_left = given.variant == of_torch.CausalVariant.UPPER_LEFT
-        return causal("top_left" if is_top_left else "bottom_right")
-    if _decides_its_values(type(attn_mask)):
-        raise TypeError(
-            f"attn_mask must be a plain tensor, got {_describe(attn_mask)}, a subclass that "
-            "overrides __torch_function__: if its values are stored in its memory, pass "
-            "attn_mask.as_subclass(torch.Tensor)"
-        )
-    return attn_mask
-
-
-def _decides_its_values(kind: type[Tensor]) -> bool:
-    """Return True if a subclass of Tensor overrides `__torch_function__`."""
-    function: Any = kind.__torch_function__
-    if function is torch._C._disabled_torch_function_impl:
-        return False
-    inherited: Any = Tensor.__torch_function__
-    return getattr(function, "__func__", function) is not inherited.__func__
-
-
-def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
-    """Convert an `attn_mask` argument to a Mask, or to None if every position is visible.
-
-    Args:
-        attn_mask: a Mask, a bool tensor (True = attend), a float tensor (added to the scores),
-            torch's CausalBias, or None.
-        is_causal: combine attn_mask with `causal()`.
-    """
-    attn_mask = known_mask(attn_mask)
-    if attn_mask is None:
-        mask = None
-    elif isinstance(attn_mask, Mask):
-        mask = attn_mask
-    elif not isinstance(attn_mask, Tensor):
-        raise TypeError(
-            f"attn_mask must be a bool tensor, a float tensor or a Mask, got {_describe(attn_mask)}"
-        )
-    elif attn_mask.is_nested or attn_mask.layout != torch.strided:
-        raise TypeError("attn_mask must be a dense tensor, not nested or sparse")
-    elif attn_mask.dtype == torch.bool:
-        mask = dense(attn_mask)
-    elif attn_mask.is_floating_point():
-        mask = bias(attn_mask)
-    else:
-        raise TypeError(
-            f"attn_mask must be bool or float, got {attn_mask.dtype}{_as_bool(attn_mask)}"
-        )
-    if not is_causal:
-        return mask
-    if mask is None:
-        return causal()
-    return recall(mask.memo, "causal", mask.tensors(), _CPU, lambda: mask & causal())
-
-
-# Combining conditions launches no kernels, so the cached Mask does not depend on a CUDA stream.
-_CPU = torch.device("cpu")
-
-
 def _tensors_of(condition: Any) -> list[Tensor]:
     """Return all tensors in a condition or in nested tuples of conditions."""
     if isinstance(condition, Tensor):
@@ -438,6 +342,8 @@ def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(condition)
     if isinstance(condition, tuple):
         return tuple([_mapped(part, function) for part in condition])
+    if isinstance(condition, Mask):
+        return condition.mapped(function)
     if not is_dataclass(condition):
         return condition
     parts = {f.name: _mapped(getattr(condition, f.name), function) for f in fields(condition)}
@@ -458,7 +364,7 @@ def _numbers(name: str, values: Any, kind: str, *shapes: str) -> Tensor:
         try:
             tensor = torch.as_tensor(values, device="cpu")
         except (RuntimeError, TypeError, ValueError):
-            raise TypeError(f"{name} must be {kind}, got {_describe(values)}") from None
+            raise TypeError(f"{name} must be {kind}, got {describe(values)}") from None
         tensor = tensor.long() if tensor.numel() == 0 and kind == "integers" else tensor
     is_float = tensor.is_floating_point()
     if is_float != (kind == "floats") or tensor.dtype == torch.bool or tensor.is_complex():
@@ -473,24 +379,17 @@ def _check_align(align: str) -> None:
         raise ValueError(f"align must be one of {ALIGNMENTS}, got {align!r}")
 
 
-def _as_bool(mask: object) -> str:
-    """Return a hint for error messages to call .bool() on an integer mask; "" for other types."""
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        return ""
-    return ": if 1 means attend and 0 means mask, pass its .bool()"
-
-
 def _short(value: Any) -> str:
     """Describe a condition without the values of its tensors."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_short, value))}]"
-    if not is_dataclass(value):
+    if not is_dataclass(value) or isinstance(value, Mask):
         return repr(value)
     parts = [f"{f.name}={_short(getattr(value, f.name))}" for f in fields(value)]
     return f"{type(value).__name__.lstrip('_')}({', '.join(parts)})"
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     return str(value.dtype) + " tensor" if isinstance(value, Tensor) else type(value).__name__

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_attn.masks.mask import UNLIMITED, Mask
-from fused_attn.masks.spec import BOUNDS, MaskSpec, reduced
+from fused_attn.masks.restrict import cut_tensors
+from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, reduced
 
 
 def materialize(
@@ -19,18 +21,20 @@ def materialize(
     seqlen_k: int,
     device: torch.device,
     dtype: torch.dtype,
+    first_row: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Materialize the mask as dense tensors on `device`.
 
     Args:
         dtype: dtype in which ALiBi biases are computed.
+        first_row: position of the first query, if seqlen_q is a number of rows of a larger mask.
 
     Returns:
         The visible positions (bool) and the additive bias (float), both broadcastable to (batch,
         num_heads, seqlen_q, seqlen_k). The first is None if every position is visible, the second
         if nothing is added to the scores.
     """
-    row = torch.arange(seqlen_q, device=device)[None, None, :, None]
+    row = torch.arange(first_row, first_row + seqlen_q, device=device)[None, None, :, None]
     column = torch.arange(seqlen_k, device=device)
     distance = column - row
     if spec.bounds is None:
@@ -65,6 +69,23 @@ def materialize(
     return reduced(conditions, torch.logical_and), bias_
 
 
+def _visible_rows(
+    mask: Mask, shape: tuple[int, int, int, int], rows: range, device: torch.device
+) -> Tensor:
+    """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
+    seqlen_k)."""
+    batch, heads, _, seqlen_k = shape
+    spec = normalize(mask, *shape, torch.empty(0, device=device))
+    spec = replace(spec, **cut_tensors(spec, q=slice(rows.start, rows.stop)))
+    visible, _ = materialize(
+        spec, batch, heads, len(rows), seqlen_k, device, torch.float32, first_row=rows.start
+    )
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if visible is None else visible
+
+
+Mask._visible_rows = _visible_rows
+
+
 def sizes_of(mask: Mask) -> tuple[int, int]:
     """Return the batch size and the number of heads of the mask's tensors; 1 if broadcast."""
     batch, heads = [1], [1]
@@ -74,6 +95,10 @@ def sizes_of(mask: Mask) -> tuple[int, int]:
     for tensor in (*mask.dense_masks, *mask.biases):
         batch += list(tensor.shape[-4:-3]) if tensor.dim() > 3 else []
         heads += list(tensor.shape[-3:-2]) if tensor.dim() > 2 else []
+    for united in (m for masks in mask.mask_mods if isinstance(masks, tuple) for m in masks):
+        size = sizes_of(united)
+        batch.append(size[0])
+        heads.append(size[1])
     for alibi in mask.slopes:
         batch += list(alibi.slopes.shape[:-1])
         heads.append(alibi.slopes.shape[-1])

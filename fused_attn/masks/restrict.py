@@ -22,7 +22,7 @@ def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
         heads: a slice of the query heads, with a step of 1.
     """
     refuse_unknown_fields(spec, "a part of the heads")
-    return replace(spec, **_cut_all(spec, h=heads), bias_summary=None, dense_summary=None)
+    return replace(spec, **cut_tensors(spec, h=heads), bias_summary=None, dense_summary=None)
 
 
 def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
@@ -34,7 +34,7 @@ def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
     """
     refuse_unknown_fields(spec, "a part of the sequences")
     # `band` describes the lengths of all sequences.
-    cut = _cut_all(spec, b=sequences)
+    cut = cut_tensors(spec, b=sequences)
     return replace(spec, **cut, bias_summary=None, dense_summary=None, band=None)
 
 
@@ -54,7 +54,7 @@ def of_positions(
     """
     refuse_unknown_fields(spec, "a part of the positions")
     own = slice(None) if sequence is None else slice(sequence, sequence + 1)
-    tensors = _cut_all(
+    tensors = cut_tensors(
         spec, b=own, q=slice(queries.start, queries.stop), k=slice(keys.start, keys.stop)
     )
     offset = queries.start - keys.start
@@ -102,7 +102,7 @@ def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
     return [(q, k) for q in within(queries) for k in within(keys)]
 
 
-def _cut_all(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
+def cut_tensors(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
     """Return all tensors of a mask, cut in the dimensions that `parts` name (see TENSORS)."""
     tensors = {}
     for name, letters in TENSORS.items():

@@ -21,6 +21,7 @@ from fused_attn.base.torch_state import host_readable, plain_eager, savable, sta
 from fused_attn.masks.band import Band, band_with_lengths
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.mask import UNLIMITED, Mask
+from fused_attn.masks.mask_mod import resolved
 from fused_attn.masks.memo import Memo, cacheable, recall, recall_eager
 
 # Columns of `MaskSpec.bounds`. The order must match the C++ struct SequenceBounds (csrc/params.h).
@@ -232,6 +233,7 @@ def spec_of(
 
 def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
+    mask = resolved(mask, shape, device)
     all_savable = True
     for tensor in mask.tensors():
         lengths_on_cpu = tensor.dim() == 1 and tensor.device.type == "cpu"

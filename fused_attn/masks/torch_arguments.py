@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable, savable, statistics_dtype
 from fused_attn.masks.fields import refuse_unknown_fields
-from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
+from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
+from fused_attn.masks.tensors import as_mask
 
 Shape = tuple[int, int, int, int]
 

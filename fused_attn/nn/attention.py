@@ -12,8 +12,8 @@ from torch import Tensor
 from fused_attn import functional, masks, varlen
 from fused_attn.call.handlers import heads
 from fused_attn.masks import Mask
-from fused_attn.masks.mask import known_mask
 from fused_attn.masks.recognize import is_causal_mask
+from fused_attn.masks.tensors import known_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache

@@ -1,0 +1,277 @@
+"""Masks from functions of positions, as in FlexAttention, and unions of masks.
+
+A function is evaluated for the shape of a call, some rows at a time. If each query sees an interval
+of keys, and bands, lengths, prefixes and documents express these intervals, the mask becomes those.
+Kernels then skip tiles, and no tensor of seqlen_q x seqlen_k elements exists. Otherwise the mask
+becomes dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, padding, prefix_lm
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Shape = tuple[int, int, int, int]
+
+# Positions that are evaluated at a time: 4 MiB of bool, and 8 times that for intermediate results.
+CHUNK = 1 << 22
+
+
+def from_mask_mod(mask_mod: MaskMod) -> Mask:
+    """Create a mask from a function of positions, such as a mask_mod of FlexAttention.
+
+    The function is evaluated once for each shape of a call: at its first call, or sooner by
+    `mask.plot`. Causal masks, windows, prefixes, lengths and documents are recognized, and cost
+    what the functions of this module cost. Other masks become a bool tensor, of shape (batch or 1,
+    num_heads or 1, seqlen_q, seqlen_k).
+
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
+            attends to key kv_idx. The arguments are int scalar tensors under torch.vmap. Tensors
+            that the function reads must be on the device of query, and must not change later.
+
+    Raises:
+        TypeError: mask_mod is not callable.
+
+    Example:
+        >>> mask = fused_attn.masks.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 128)
+        >>> query, key, value = (torch.randn(1, 4, 256, 64) for _ in range(3))
+        >>> out = fused_attn.scaled_dot_product_attention(
+        ...     query, key, value, mask & fused_attn.masks.causal()
+        ... )
+
+    Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized
+        Attention Kernels".
+    """
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
+    return Mask(mask_mods=(mask_mod,))
+
+
+def from_block_mask(block_mask: Any) -> Mask:
+    """Return the Mask of a BlockMask of FlexAttention: its listed blocks, and its mask_mod."""
+    block_q, block_k = block_mask.BLOCK_SIZE
+    columns = -(-block_mask.seq_lengths[1] // block_k)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
+    full = None
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+    by_batch, by_head = (size > 1 for size in partial.shape[:2])
+
+    def lookup(table: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        table = table if by_head else table[:, 0]
+        table = table if by_batch else table[0]
+        index = [i for i, used in ((b, by_batch), (h, by_head)) if used]
+        index += [q // block_q, k // block_k]
+        return table[tuple(index)]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = lookup(partial, b, h, q, k) & block_mask.mask_mod(b, h, q, k)
+        return visible if full is None else visible | lookup(full, b, h, q, k)
+
+    return from_mask_mod(mask_mod)
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return which blocks are listed, as bool (batch, num_heads, rows, columns)."""
+    places = torch.arange(indices.shape[-1], device=indices.device)
+    index = torch.where(places < counts[..., None], indices, columns).long()
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, index, True)[..., :columns]
+
+
+def resolved(mask: Mask, shape: Shape, device: torch.device) -> Mask:
+    """Return the mask with its functions and unions replaced by conditions for this shape.
+
+    Args:
+        shape: (batch, num_heads, seqlen_q, seqlen_k).
+        device: device of query.
+    """
+    if not mask.mask_mods:
+        return mask
+    result = Mask(*(c for c in mask.conditions() if c is not mask.mask_mods))
+    for mask_mod in mask.mask_mods:
+        result &= _resolved(mask_mod, shape, device)
+    return result
+
+
+def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
+    if 0 in shape:
+        return Mask()
+    if torch.compiler.is_compiling():  # values decide what is recognized
+        return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
+    shape_of_mod = _without_unused(mask_mod, shape, device)
+    intervals = _intervals(mask_mod, shape_of_mod, device)
+    structure = None if intervals is None else _structure(*intervals, shape)
+    if structure is not None:
+        return structure
+    return Mask(dense_masks=(torch.cat(list(_parts(mask_mod, shape_of_mod, device)), dim=2),))
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
+
+
+class _Uses(TorchFunctionMode):
+    """Records which of some tensors are arguments of torch's functions."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self.tensors, self.used = tensors, [False] * len(tensors)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._look((args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _look(self, value: Any) -> None:
+        if isinstance(value, (tuple, list, dict)):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._look(part)
+        for i, tensor in enumerate(self.tensors):
+            self.used[i] |= value is tensor
+
+
+def _without_unused(mask_mod: Any, shape: Shape, device: torch.device) -> Shape:
+    """Return the shape with size 1 for batch and heads if the function does not depend on them."""
+    if isinstance(mask_mod, tuple):
+        return shape
+    b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    with _Uses(b, h) as uses:
+        result = mask_mod(b, h, q, k)
+    batch, heads = (
+        n if used or result is index else 1
+        for n, used, index in zip(shape[:2], uses.used, (b, h), strict=True)
+    )
+    return (batch, heads, *shape[2:])
+
+
+def _parts(mask_mod: Any, shape: Shape, device: torch.device) -> Iterator[Tensor]:
+    """Yield the visible positions of all rows, some rows at a time; see `_visible`."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    size = max(1, CHUNK // (batch * heads * seqlen_k))
+    for start in range(0, seqlen_q, size):
+        yield _visible(mask_mod, shape, range(start, min(start + size, seqlen_q)), device)
+
+
+def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> Tensor:
+    """Return the visible positions of some rows: bool (batch, num_heads, rows, seqlen_k).
+
+    For a union, batch and num_heads may be 1.
+    """
+    batch, heads, _, seqlen_k = shape
+    if isinstance(mask_mod, tuple):
+        one, other = (mask._visible_rows(shape, rows, device) for mask in mask_mod)
+        return (one | other).expand(-1, -1, len(rows), seqlen_k)
+    from torch.nn.attention.flex_attention import create_mask
+
+    start = rows.start
+
+    def shifted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask_mod(b, h, q + start, k)
+
+    return create_mask(shifted, batch, heads, len(rows), seqlen_k, device)
+
+
+# ---- recognition --------------------------------------------------------------------------------
+
+
+def _intervals(mask_mod: Any, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return the first visible key of each query, and the end of its keys: int64 (batch, seqlen_q).
+
+    Both are 0 for a query without visible keys. Returns None if the visible keys of a query are not
+    consecutive, or differ between heads.
+    """
+    firsts, ends = [], []
+    for rows in _parts(mask_mod, shape, device):
+        visible = rows[:, 0]
+        if rows.shape[1] > 1 and not bool((rows == rows[:, :1]).all()):
+            return None
+        count = visible.sum(-1)
+        first = visible.to(torch.uint8).argmax(-1)
+        end = visible.shape[-1] - visible.flip(-1).to(torch.uint8).argmax(-1)
+        end = torch.where(count > 0, end, 0)
+        if bool((end - first != count).any()):
+            return None
+        firsts.append(first)
+        ends.append(end)
+    return torch.cat(firsts, dim=1), torch.cat(ends, dim=1)
+
+
+def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
+    """Return a mask without dense tensors that shows these intervals, or None."""
+    batch, seqlen_k = shape[0], shape[3]
+    seen = end > first
+    begin = torch.where(seen, first, seqlen_k).amin(1, keepdim=True)
+    stop = end.amax(1, keepdim=True)
+    begin = torch.minimum(begin, stop)  # for sequences without visible keys
+    band, excess = _band(first, end, seen, torch.zeros_like(begin), torch.full_like(stop, seqlen_k))
+    if band is not None and not bool(excess.any()):
+        return band
+    lengths = Mask()
+    if bool((stop < seqlen_k).any()):
+        lengths &= padding(stop[:, 0].expand(batch))
+    if bool((begin > 0).any()):
+        lengths &= padding((seqlen_k - begin[:, 0]).expand(batch), side="left")
+    band, excess = _band(first, end, seen, begin, stop)
+    if band is not None and not bool(excess.any()):
+        return lengths & band
+    row = torch.arange(1, first.shape[1] + 1, device=first.device)
+    prefix = end[:, :1]
+    behind = torch.minimum(stop, torch.maximum(row, prefix))
+    if bool((seen & (first == 0) & (end == behind)).all()):
+        return lengths & prefix_lm(prefix[:, 0].expand(batch))
+    return _documents(first, end, seen, seqlen_k)
+
+
+def _band(
+    first: Tensor, end: Tensor, seen: Tensor, begin: Tensor, stop: Tensor
+) -> tuple[Mask | None, Tensor]:
+    """Return the diagonal band that shows the intervals within [begin, stop), or None.
+
+    Also returns True for the queries to which this band shows keys, though they see none.
+    """
+    row = torch.arange(first.shape[1], device=first.device)
+    edges: list[int | None] = []
+    for diagonal, free in ((first - row, first > begin), (end - 1 - row, end < stop)):
+        chosen = diagonal[seen & free]
+        if chosen.numel() == 0:
+            edges.append(None)
+        elif bool((chosen == chosen[0]).all()):
+            edges.append(int(chosen[0]))
+        else:
+            return None, seen
+    lo, hi = edges
+    own_first = begin if lo is None else torch.maximum(begin, row + lo)
+    own_end = stop if hi is None else torch.minimum(stop, row + hi + 1)
+    if bool((seen & ((own_first != first) | (own_end != end))).any()):
+        return None, seen
+    band = diagonals(UNLIMITED if lo is None else -lo, UNLIMITED if hi is None else hi)
+    return band, ~seen & (own_end > own_first)
+
+
+def _documents(first: Tensor, end: Tensor, seen: Tensor, seqlen_k: int) -> Mask | None:
+    """Return the mask of documents, the parts of the keys that no interval leaves, and a band."""
+    ones = seen.long()
+    crossing = first.new_zeros(first.shape[0], seqlen_k + 2)
+    crossing.scatter_add_(1, first + 1, ones).scatter_add_(1, end, -ones)
+    is_start = crossing.cumsum(1)[:, :seqlen_k] == 0
+    ids = is_start.cumsum(1)  # from 1; 0 is the document of queries without visible keys
+    key = torch.arange(seqlen_k, device=first.device)
+    start = torch.where(is_start, key, 0).cummax(1).values
+    next_start = torch.where(is_start, key, seqlen_k).flip(1).cummin(1).values.flip(1)
+    stop = torch.cat([next_start[:, 1:], torch.full_like(next_start[:, :1], seqlen_k)], dim=1)
+    band, _ = _band(first, end, seen, start.gather(1, first), stop.gather(1, first))
+    if band is None:
+        return None
+    query_ids = torch.where(seen, ids.gather(1, first), 0)
+    if len(ids) == 1:
+        query_ids, ids = query_ids[0], ids[0]
+    return documents(query_ids, ids) & band

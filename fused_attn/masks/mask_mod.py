@@ -107,18 +107,19 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
         return Mask()
     if torch.compiler.is_compiling():  # values decide what is recognized
         return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
-    shape_of_mod = _without_unused(mask_mod, shape, device)
-    intervals = _intervals(mask_mod, shape_of_mod, device)
+    used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
+    intervals = _intervals(mask_mod, used, device)
     structure = None if intervals is None else _structure(*intervals, shape)
     if structure is not None:
         return structure
-    return Mask(dense_masks=(torch.cat(list(_parts(mask_mod, shape_of_mod, device)), dim=2),))
+    parts = [_visible(mask_mod, used, rows, device) for rows in row_blocks(used)]
+    return Mask(dense_masks=(torch.cat(parts, dim=2),))
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
-class _Uses(TorchFunctionMode):
+class Uses(TorchFunctionMode):
     """Records which of some tensors are arguments of torch's functions."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -138,27 +139,25 @@ class _Uses(TorchFunctionMode):
         for i, tensor in enumerate(self.tensors):
             self.used[i] |= value is tensor
 
-
-def _without_unused(mask_mod: Any, shape: Shape, device: torch.device) -> Shape:
-    """Return the shape with size 1 for batch and heads if the function does not depend on them."""
-    if isinstance(mask_mod, tuple):
-        return shape
-    b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
-    with _Uses(b, h) as uses:
-        result = mask_mod(b, h, q, k)
-    batch, heads = (
-        n if used or result is index else 1
-        for n, used, index in zip(shape[:2], uses.used, (b, h), strict=True)
-    )
-    return (batch, heads, *shape[2:])
+    @classmethod
+    def shape(cls, function: MaskMod, shape: Shape, device: torch.device) -> Shape:
+        """Return the shape, with size 1 for batch and heads if the function does not use them."""
+        b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+        with cls(b, h) as uses:
+            result = function(b, h, q, k)
+        batch, heads = (
+            n if used or result is index else 1
+            for n, used, index in zip(shape[:2], uses.used, (b, h), strict=True)
+        )
+        return (batch, heads, *shape[2:])
 
 
-def _parts(mask_mod: Any, shape: Shape, device: torch.device) -> Iterator[Tensor]:
-    """Yield the visible positions of all rows, some rows at a time; see `_visible`."""
+def row_blocks(shape: Shape) -> Iterator[range]:
+    """Yield ranges of rows with at most CHUNK positions each, or of one row."""
     batch, heads, seqlen_q, seqlen_k = shape
     size = max(1, CHUNK // (batch * heads * seqlen_k))
     for start in range(0, seqlen_q, size):
-        yield _visible(mask_mod, shape, range(start, min(start + size, seqlen_q)), device)
+        yield range(start, min(start + size, seqlen_q))
 
 
 def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> Tensor:
@@ -190,9 +189,10 @@ def _intervals(mask_mod: Any, shape: Shape, device: torch.device) -> tuple[Tenso
     consecutive, or differ between heads.
     """
     firsts, ends = [], []
-    for rows in _parts(mask_mod, shape, device):
-        visible = rows[:, 0]
-        if rows.shape[1] > 1 and not bool((rows == rows[:, :1]).all()):
+    for rows in row_blocks(shape):
+        of_heads = _visible(mask_mod, shape, rows, device)
+        visible = of_heads[:, 0]
+        if not bool((of_heads == of_heads[:, :1]).all()):
             return None
         count = visible.sum(-1)
         first = visible.to(torch.uint8).argmax(-1)

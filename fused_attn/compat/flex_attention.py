@@ -1,0 +1,235 @@
+"""FlexAttention's function on the kernels of this package, with gradients on CPUs.
+
+A score_mod is called with random scores to find out what it does. It may add a bias, which may have
+gradients and may be -inf, and scale the scores or cap them by tanh.
+
+Example:
+    >>> from fused_attn.compat.flex_attention import create_block_mask, flex_attention
+    >>> block_mask = create_block_mask(
+    ...     lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256, device="cpu"
+    ... )
+    >>> query, key, value = (torch.randn(2, 4, 256, 64, requires_grad=True) for _ in range(3))
+    >>> flex_attention(query, key, value, block_mask=block_mask).sum().backward()
+
+Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
+    Kernels".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+from torch.overrides import TorchFunctionMode
+
+from fused_attn import functional, masks
+from fused_attn.call.options import default_scale
+from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+_TOLERANCE = 1e-6  # of a score_mod that computes in float32
+_LARGE = 1e9  # a score for which tanh is 1 in every score_mod
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Results:
+    """Compute attention with the arguments of torch.nn.attention.flex_attention.flex_attention.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim).
+        key: (batch, num_heads_kv, seqlen_k, head_dim).
+        value: (batch, num_heads_kv, seqlen_k, head_dim_v).
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
+            score -> a * score + c or c1 * tanh(score / c1) + c, with c, a function of positions. It
+            is examined once for each shape; tensors that it reads must not change afterwards unless
+            they require grad. A c other than 0 becomes a float32 tensor of shape (batch or 1,
+            num_heads or 1, seqlen_q, seqlen_k).
+        block_mask: see `masks.from_mask_mod`.
+        scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
+        enable_gqa: allow num_heads to be a multiple of num_heads_kv.
+        return_lse: also return lse, the natural log of the softmax denominator.
+        kernel_options: tile sizes and such of FlexAttention's kernels. They affect no result here.
+        return_aux: which of lse and max_scores to return in an AuxOutput.
+
+    Returns:
+        out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse, also lse, (batch, num_heads,
+        seqlen_q); with return_aux, an AuxOutput.
+
+    Raises:
+        NotImplementedError: score_mod does something else, or max_scores are requested.
+        ValueError, TypeError: an argument is invalid.
+    """
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("max_scores of AuxRequest are not supported")
+    mask, softcap = masks.as_mask(cast(Any, block_mask)), None
+    if score_mod is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        terms = _terms(score_mod, shape, query.device)
+        softcap = terms.softcap
+        if terms.factor != 1.0:
+            scale = terms.factor * (default_scale(query.shape[3]) if scale is None else scale)
+        if terms.bias is not None:
+            bias = masks.bias(terms.bias)
+            mask = bias if mask is None else mask & bias
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    results = functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, softcap=softcap, enable_gqa=enable_gqa,
+        return_lse=wants_lse,
+    )  # fmt: skip
+    if return_aux is None:
+        return results
+    out, lse = results if wants_lse else (results, None)
+    return out, AuxOutput(lse=lse)  # type: ignore[return-value]
+
+
+class _Terms(NamedTuple):
+    """What a score_mod does: factor * score or softcap * tanh(score / softcap), plus bias."""
+
+    factor: float
+    softcap: float | None
+    bias: Tensor | None
+
+
+_EXAMINED: WeakKeyDictionary[ScoreMod, dict[Any, _Terms]] = WeakKeyDictionary()
+
+
+def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
+    """Return what a score_mod does, examined once for each shape, but for a bias with gradients."""
+    examined = _EXAMINED.setdefault(score_mod, {})
+    key = shape, device
+    if key not in examined:
+        examined[key] = _examine(score_mod, shape, device)
+    terms = examined[key]
+    if terms.bias is not None and terms.bias.requires_grad:
+        bias = _applied(score_mod, 0.0, _used(score_mod, shape, device), range(shape[2]), device)
+        return terms._replace(bias=bias.float())
+    return terms
+
+
+def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
+    shape = _used(score_mod, shape, device)
+    first: _Terms | None = None
+    biases = []
+    for rows in row_blocks(shape):
+        with torch.enable_grad():
+            bias = _applied(score_mod, 0.0, shape, rows, device)
+            biases.append(bias.float())
+        bias = bias.detach()
+        seen = bias > float("-inf")
+        size = (*shape[:2], len(rows), shape[3])
+        generator = torch.Generator(device).manual_seed(0)
+        score = torch.randn(size, dtype=torch.float64, device=device, generator=generator) * 3.0
+        with torch.no_grad():
+            result = _applied(score_mod, score, shape, rows, device)
+            if not torch.equal(result > float("-inf"), seen):
+                raise _refusal()
+            if not bool(seen.any()):
+                continue
+            change, score, bias = (result - bias)[seen], score[seen], bias[seen]
+            if first is None:
+                large = _applied(score_mod, _LARGE, shape, rows, device)[seen]
+                first = _form(float(change[0] / score[0]), float(large[0] - bias[0]))
+            expected = first.factor * score
+            if first.softcap is not None:
+                expected = first.softcap * torch.tanh(score / first.softcap)
+            allowed = _TOLERANCE * (1.0 + score.abs() + bias.abs())
+            if bool(((change - expected).abs() > allowed).any()):
+                raise _refusal()
+    terms = first or _Terms(1.0, None, None)
+    if biases[0].requires_grad:
+        return terms._replace(bias=torch.empty(0, requires_grad=True))
+    whole = torch.cat(biases, dim=2)
+    return terms._replace(bias=whole if bool(whole.any()) else None)
+
+
+def _form(slope: float, change_of_large: float) -> _Terms:
+    """Return the linear or capped form with this slope near 0 and this change of a large score."""
+    if abs(change_of_large - slope * _LARGE) < 1e-3 * abs(change_of_large):
+        factor = change_of_large / _LARGE
+        return _Terms(1.0 if abs(factor - 1.0) < _TOLERANCE else factor, None, None)
+    if not 0.0 < change_of_large < math.inf:
+        raise _refusal()
+    return _Terms(1.0, change_of_large, None)
+
+
+def _refusal() -> NotImplementedError:
+    return NotImplementedError(
+        "score_mod must add a function of positions to the score, scale it or cap it by "
+        "c * tanh(score / c)"
+    )
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Lets torch.vmap index by scalar tensors, as FlexAttention does."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(i, Tensor) for i in index):
+                return torch.ops.aten.index(args[0], list(index))
+        return function(*args, **(kwargs or {}))
+
+
+def _applied(
+    score_mod: ScoreMod, score: Tensor | float, shape: Shape, rows: range, device: torch.device
+) -> Tensor:
+    """Return the results of a score_mod for some rows, in the dtype of score or float64."""
+    if not isinstance(score, Tensor):
+        size = (*shape[:2], len(rows), shape[3])
+        score = torch.full(size, score, dtype=torch.float64, device=device)
+    function: Any = score_mod
+    for dim in reversed(range(4)):
+        own = [0 if i == dim else None for i in range(4)]
+        function = torch.vmap(function, in_dims=(0, *own))
+    b, h, k = (torch.arange(shape[i], device=device) for i in (0, 1, 3))
+    q = torch.arange(rows.start, rows.stop, device=device)
+    with _IndexByTensors():
+        return function(score, b, h, q, k)
+
+
+def _used(score_mod: ScoreMod, shape: Shape, device: torch.device) -> Shape:
+    """Return the shape with size 1 for batch and heads if a score_mod does not depend on them."""
+    score = torch.zeros((), device=device)
+    return Uses.shape(lambda *positions: score_mod(score, *positions), shape, device)

@@ -1,0 +1,116 @@
+"""compat.flex_attention against torch's FlexAttention, which computes in torch's operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_attn.compat import flex_attention as ours
+
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+B, H, LQ, LK, D = 2, 4, 40, 50, 16
+SLOPES, TABLE = torch.linspace(0.1, 1.0, H), torch.linspace(-1, 1, LQ + LK)
+LEARNED = torch.linspace(-1, 1, H * (LQ + LK)).view(H, -1).requires_grad_()
+
+SCORE_MODS = {
+    "nothing": lambda score, b, h, q, k: score,
+    "alibi": lambda score, b, h, q, k: score + (k - q) * SLOPES[h],
+    "relative": lambda score, b, h, q, k: score + TABLE[q - k + LK],
+    "of sequences": lambda score, b, h, q, k: score + 0.1 * b * k,
+    "learned": lambda score, b, h, q, k: score + LEARNED[h, q - k + LK],
+    "causal": lambda score, b, h, q, k: torch.where(q >= k, score, float("-inf")),
+    "capped": lambda score, b, h, q, k: 2.0 * torch.tanh(score / 2.0),
+    "capped, biased": lambda score, b, h, q, k: 2.0 * torch.tanh(score / 2.0) + TABLE[q],
+    "scaled": lambda score, b, h, q, k: score * 0.5,
+    "in float32": lambda score, b, h, q, k: (score.float() + 100.0 * TABLE[k]).to(score.dtype),
+    "small factor": lambda score, b, h, q, k: score / 1000.0,
+}
+
+
+def tensors(heads_kv=H, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, LQ, D), (B, heads_kv, LK, D), (B, heads_kv, LK, D)
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+def dense(score_mod, leaves, block_mask=None, enable_gqa=False):
+    """Attention in torch's operations, as FlexAttention defines it."""
+    query, key, value = leaves
+    if enable_gqa:
+        key, value = (t.repeat_interleave(H // t.shape[1], 1) for t in (key, value))
+    scores = query @ key.mT / D**0.5
+    sizes = [torch.arange(n) for n in scores.shape]
+    at = [size.view([-1 if i == dim else 1 for i in range(4)]) for dim, size in enumerate(sizes)]
+    scores = score_mod(scores, *at)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask(*at), float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    out = weights @ value
+    total = out.square().sum() + lse.masked_fill(lse == float("-inf"), 0.0).sum()
+    extra = [LEARNED] if score_mod is SCORE_MODS["learned"] else []
+    return out, lse, *torch.autograd.grad(total, [*leaves, *extra])
+
+
+@pytest.mark.parametrize("score_mod", SCORE_MODS.values(), ids=SCORE_MODS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_score_mods(score_mod, masked):
+    mask_mod = (lambda b, h, q, k: (q - k).abs() < 12) if masked else None
+    block_mask = ours.create_block_mask(mask_mod, None, None, LQ, LK, "cpu") if masked else None
+    leaves = tensors()
+    expected = dense(score_mod, leaves, mask_mod)
+    out, lse = ours.flex_attention(*leaves, score_mod, block_mask, return_lse=True)
+    total = out.square().sum() + lse.masked_fill(lse == float("-inf"), 0.0).sum()
+    extra = [LEARNED] if score_mod is SCORE_MODS["learned"] else []
+    got = out, lse, *torch.autograd.grad(total, [*leaves, *extra])
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_options():
+    leaves = tensors(heads_kv=2, dtype=torch.float32)
+    score_mod = SCORE_MODS["alibi"]
+    options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 32}}
+    expected = dense(score_mod, leaves, enable_gqa=True)[0]
+    torch.testing.assert_close(ours.flex_attention(*leaves, score_mod, **options), expected)
+    out, aux = ours.flex_attention(
+        *leaves, score_mod, return_aux=ours.AuxRequest(lse=True), scale=D**-0.5, **options
+    )
+    torch.testing.assert_close(out, expected)
+    assert aux.lse.shape == (B, H, LQ) and aux.max_scores is None
+    with pytest.raises(NotImplementedError, match="max_scores"):
+        ours.flex_attention(*leaves, return_aux=ours.AuxRequest(max_scores=True), **options)
+
+
+def test_a_learned_bias_is_read_in_each_call():
+    """Also if the first call had no gradients."""
+    table = torch.zeros(LK, requires_grad=True)
+    query, key, value = (t.detach() for t in tensors())
+
+    def score_mod(score, b, h, q, k):
+        return score + table[k]
+
+    with torch.no_grad():
+        first = ours.flex_attention(query, key, value, score_mod)
+        table.copy_(torch.linspace(-3, 3, LK))
+        second = ours.flex_attention(query, key, value, score_mod)
+    assert not torch.equal(first, second)
+    ours.flex_attention(query, key, value, score_mod).sum().backward()
+    assert table.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q, k: score * (q + 1),
+        lambda score, b, h, q, k: torch.relu(score),
+        lambda score, b, h, q, k: score.square(),
+        lambda score, b, h, q, k: -2.0 * torch.tanh(score / 2.0),
+        lambda score, b, h, q, k: torch.where(score > 0, score, float("-inf")),
+        lambda score, b, h, q, k: torch.where(k > 40, score + score.square(), score),
+    ],
+)
+def test_other_functions_of_the_score_are_refused(score_mod):
+    with pytest.raises(NotImplementedError, match="score_mod must add a function of positions"):
+        ours.flex_attention(*tensors(), score_mod)

@@ -12,6 +12,7 @@ import fused_attn
 import fused_attn.distributed
 import fused_attn.nn
 from fused_attn.compat import flash_attn
+from fused_attn.compat.xformers import ops as xops
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
@@ -27,6 +28,8 @@ def test_reference_has_every_public_name():
     names = set(flash_attn.__all__) - {"bert_padding"}
     public |= {f"fused_attn.compat.flash_attn.{name}" for name in names}
     public.add("fused_attn.compat.flex_attention.flex_attention")  # the others are torch's
+    names = {name for name in xops.__all__ if name.startswith("memory")}
+    public |= {f"fused_attn.compat.xformers.ops.{name}" for name in names}
     makers = set(fused_attn.masks.__all__) - {"Mask", "as_mask"}
     public |= {f"fused_attn.masks.{name}" for name in makers if name.islower()}
     assert named == public

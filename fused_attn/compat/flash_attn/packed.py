@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
 from fused_attn.compat.flash_attn.dense import Results
+from fused_attn.compat.rows import cumulative, rows_of_pages, used_rows
 from fused_attn.varlen import varlen_attention
 
 
@@ -67,18 +67,18 @@ def flash_attn_varlen_func(
         lengths = _lengths(cu_seqlens_k) if seqused_k is None else seqused_k
         if block_table is None:
             assert cu_seqlens_k is not None
-            rows = _rows(cu_seqlens_k[:-1], lengths)
+            rows = used_rows(cu_seqlens_k[:-1], lengths)
             k, v = k[rows], v[rows]
         else:
-            rows = _rows_of_pages(block_table, k.shape[1], lengths)
+            rows = rows_of_pages(block_table, k.shape[1], lengths)
             k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
-        cu_seqlens_k = _cumulative(lengths)
+        cu_seqlens_k = cumulative(lengths)
     if cu_seqlens_k is None:
         raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
     total_q, used = q.shape[0], None
     if seqused_q is not None:
-        used = _rows(cu_seqlens_q[:-1], seqused_q)
-        q, cu_seqlens_q = q[used], _cumulative(seqused_q)
+        used = used_rows(cu_seqlens_q[:-1], seqused_q)
+        q, cu_seqlens_q = q[used], cumulative(seqused_q)
     results = varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask_of(causal, window_size, alibi_slopes), dropout_p, return_lse=return_attn_probs,
@@ -124,25 +124,3 @@ def _lengths(cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is None:
         raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
     return cu_seqlens.diff()
-
-
-def _cumulative(lengths: Tensor) -> Tensor:
-    """Return the cumulative lengths, from 0."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _rows(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the first rows of each sequence: starts[b] to starts[b] + lengths[b] - 1."""
-    lengths = lengths.long()
-    shifts = starts - (lengths.cumsum(0) - lengths)
-    shifts = shifts.repeat_interleave(lengths)
-    return shifts + torch.arange(len(shifts), device=shifts.device)
-
-
-def _rows_of_pages(block_table: Tensor, page_size: int, lengths: Tensor) -> Tensor:
-    """Return the rows of each sequence in a tensor of all pages' rows."""
-    capacity = block_table.shape[1] * page_size
-    starts = torch.arange(len(block_table), device=block_table.device) * capacity
-    positions = _rows(starts, lengths.to(block_table.device))
-    pages = block_table.flatten()[positions // page_size].long()
-    return pages * page_size + positions % page_size

@@ -1,0 +1,72 @@
+"""Positions of sequences in a packed, padded or gappy dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Device = torch.device | str | None
+
+
+@dataclass(eq=False)
+class SeqLenInfo:
+    """Sequence b has seqlen[b] rows from seqstart[b] on, in tensors and as integers.
+
+    The last element of seqstart is the total of rows. In pages, seqstart is relative to the first
+    row of the pages of sequence b. `padding` is the distance of padded sequences, 0 if they are
+    packed without gaps, and None otherwise.
+    """
+
+    seqstart: Tensor
+    seqstart_py: list[int]
+    seqlen: Tensor
+    seqlen_py: list[int]
+    padding: int | None
+
+    @classmethod
+    def of(
+        cls, lengths: Iterable[int], padding: int | None = 0, starts: Any = None, device: Any = None
+    ) -> SeqLenInfo:
+        """Return the positions of sequences with these lengths."""
+        lengths = [int(n) for n in lengths]
+        if padding is not None and max(lengths, default=0) > (padding or max(lengths)):
+            raise ValueError(f"kv_seqlen must be at most kv_padding {padding}, got {lengths}")
+        if starts is None:
+            starts = accumulate([padding or n for n in lengths], initial=0)
+        starts = [int(start) for start in starts]
+        if len(starts) != len(lengths) + 1:
+            raise ValueError(f"kv_seqstarts must end with the total of rows, got {starts}")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
+        return cls(next(tensors), starts, next(tensors), lengths, padding)
+
+    def to(self, device: Device) -> SeqLenInfo:
+        """Return the positions with their tensors on a device."""
+        return replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sequence."""
+        return max(self.seqlen_py, default=0)
+
+    @property
+    def min_seqlen(self) -> int:
+        """Length of the shortest sequence."""
+        return min(self.seqlen_py, default=0)
+
+    def split(self, x: Tensor, batch_sizes: Sequence[int] | None) -> list[Tensor]:
+        """Return the sequences of (1, total, ...); those of each batch are one tensor."""
+        if x.shape[:2] != (1, self.seqstart_py[-1]):
+            raise ValueError(
+                f"tensor must have shape (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}"
+            )
+        sizes = [1] * len(self.seqlen_py) if batch_sizes is None else batch_sizes
+        ends = pairwise(self.seqstart_py[n] for n in accumulate(sizes, initial=0))
+        parts = x[0].split([stop - start for start, stop in ends])
+        return [part.unflatten(0, (n, -1)) for part, n in zip(parts, sizes, strict=True)]

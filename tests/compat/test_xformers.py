@@ -314,6 +314,27 @@ def test_empty_tensors():
             assert_close(xops.memory_efficient_attention(q, k, v, mask), want)
 
 
+@pytest.mark.parametrize("name", ["LowerTriangularMask", "BlockDiagonalCausalMask", "Padded"])
+def test_compiled(name):
+    """Masks that are arguments of a compiled function, or are created in it, keep one graph."""
+    mask, lengths, total = attn_bias.LowerTriangularMask(), [9], 9
+    if name == "Padded":
+        kind = attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask
+        mask, lengths, total = kind.from_seqlens([3] * 3, 7, KEYS), [3] * 3, 21
+    elif name == "BlockDiagonalCausalMask":
+        mask, lengths, total = blocks.make_causal(), QUERIES, 15
+    q, k, v = tensors(1, sum(lengths), total)
+
+    def attend(q, k, v, mask=None):
+        mask = attn_bias.LowerTriangularMask() if mask is None else mask
+        return xops.memory_efficient_attention(q, k, v, mask)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(q, k, v, mask), attend(q, k, v, mask))
+    if name == "LowerTriangularMask":
+        assert_close(compiled(q, k, v), attend(q, k, v))
+
+
 def test_layer_calls_share_what_is_derived_from_lengths(monkeypatch):
     q, k, v = tensors(1, 9, 15)
     xops.memory_efficient_attention(q, k, v, blocks)

@@ -182,7 +182,7 @@ def _packed(
     blocks.check_rows(query.shape[1], key.shape[1])
     queries, keys = blocks.q_seqinfo, blocks.k_seqinfo
     longest, batch = queries.max_seqlen, len(queries.seqlen_py)
-    if keys.padding and 0 < longest == min(queries.seqlen_py):
+    if keys.padding and 0 < longest == queries.min_seqlen:
         q = query.unflatten(1, (batch, longest))[0]
         k, v = (x.unflatten(1, (batch, keys.padding))[0] for x in (key, value))
         out, lse = _padded(q, k, v, blocks.padded_mask, p, options)

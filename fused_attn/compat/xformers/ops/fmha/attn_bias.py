@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,16 +25,19 @@ class AttentionBias:
 
     _align: ClassVar[str | None] = None  # of the band; None for no band
     _window_size: int = 0  # keys that a query of a causal band sees; 0 for no limit
+    _mask = _padded_mask = cast("Mask | None", None)  # caches
 
     def _band(self) -> tuple[int, int, str] | None:
         """Return the arguments of masks.sliding_window."""
         return None if self._align is None else (self._window_size - 1, 0, self._align)
 
-    @cached_property
+    @property
     def mask(self) -> Mask | None:
-        """Mask of each sequence; None if all positions are visible."""
+        """Mask of each sequence, always the same object; None if all positions are visible."""
         band = self._band()
-        return None if band is None else masks.sliding_window(*band)
+        if self._mask is None and band is not None:
+            self._mask = masks.sliding_window(*band)
+        return self._mask
 
     def to(self, device: Device) -> Any:
         """Return the mask with its tensors on a device."""
@@ -151,17 +153,19 @@ class Blocks(AttentionBias):
     def to(self, device: Device) -> Any:
         """Return the mask with its tensors on a device."""
         moved, same = copy(self), self.q_seqinfo is self.k_seqinfo
-        vars(moved).pop("padded_mask", None)
+        moved._padded_mask = None
         moved.q_seqinfo = self.q_seqinfo.to(device)
         moved.k_seqinfo = moved.q_seqinfo if same else self.k_seqinfo.to(device)
         moved.block_tables = None if self.block_tables is None else self.block_tables.to(device)
         return moved
 
-    @cached_property
+    @property
     def padded_mask(self) -> Mask:
-        """Mask of a batch of sequences with padded keys."""
-        padding = masks.padding(self.k_seqinfo.seqlen)
-        return padding if self.mask is None else padding & self.mask
+        """Mask of a batch of sequences with padded keys, always the same object."""
+        if self._padded_mask is None:
+            padding = masks.padding(self.k_seqinfo.seqlen)
+            self._padded_mask = padding if self.mask is None else padding & self.mask
+        return self._padded_mask
 
     def key_rows(self) -> tuple[Tensor, Tensor]:
         """Return the rows of keys that are used, and their cumulative lengths.

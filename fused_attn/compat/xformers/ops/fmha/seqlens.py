@@ -27,6 +27,8 @@ class SeqLenInfo:
     seqlen: Tensor
     seqlen_py: list[int]
     padding: int | None
+    min_seqlen: int
+    max_seqlen: int
 
     @classmethod
     def of(
@@ -34,7 +36,8 @@ class SeqLenInfo:
     ) -> SeqLenInfo:
         """Return the positions of sequences with these lengths."""
         lengths = [int(n) for n in lengths]
-        if padding is not None and max(lengths, default=0) > (padding or max(lengths)):
+        low, high = min(lengths, default=0), max(lengths, default=0)
+        if padding and high > padding:
             raise ValueError(f"kv_seqlen must be at most kv_padding {padding}, got {lengths}")
         if starts is None:
             starts = accumulate([padding or n for n in lengths], initial=0)
@@ -44,21 +47,11 @@ class SeqLenInfo:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
-        return cls(next(tensors), starts, next(tensors), lengths, padding)
+        return cls(next(tensors), starts, next(tensors), lengths, padding, low, high)
 
     def to(self, device: Device) -> SeqLenInfo:
         """Return the positions with their tensors on a device."""
         return replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
-
-    @property
-    def max_seqlen(self) -> int:
-        """Length of the longest sequence."""
-        return max(self.seqlen_py, default=0)
-
-    @property
-    def min_seqlen(self) -> int:
-        """Length of the shortest sequence."""
-        return min(self.seqlen_py, default=0)
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None) -> list[Tensor]:
         """Return the sequences of (1, total, ...); those of each batch are one tensor."""

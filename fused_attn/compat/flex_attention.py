@@ -123,7 +123,7 @@ def flex_attention(
 
 
 class _Terms(NamedTuple):
-    """What a score_mod does: factor * score or softcap * tanh(score / softcap), plus bias."""
+    """The action of a score_mod: factor * score or softcap * tanh(score / softcap), plus bias."""
 
     factor: float
     softcap: float | None

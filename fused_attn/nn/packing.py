@@ -56,6 +56,16 @@ class Packing:
     max_seqlen: int
     mask: Mask
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of varlen_attention that describe the sequences."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_k": self.cu_seqlens,
+            "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_k": self.max_seqlen,
+            "attn_mask": self.mask,
+        }
+
     def pack(self, padded: Tensor) -> Tensor:
         """Gather the real tokens of (N, S, width) or (S, N, width) into (1, total, width)."""
         return padded.flatten(0, 1).index_select(0, self.index)[None]

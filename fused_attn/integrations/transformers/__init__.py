@@ -5,6 +5,7 @@
 
     models.py        which models are supported, and how to switch a model
     attention.py     the attention function that each layer calls
+    paged.py         arguments of the attention in continuous batching
     masks.py         the mask function that the library calls once per forward pass
     model_mask.py    the tensor stand-in for a Mask that is passed through the model
     encoders.py      BERT-like encoders that remove padding

@@ -18,6 +18,7 @@ from torch.nn import Module
 from fused_attn import functional, masks, varlen
 from fused_attn.call.handlers import heads
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
+from fused_attn.integrations.transformers.paged import packed_arguments
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
@@ -61,14 +62,16 @@ def attention_forward(
         is_causal: use causal attention if attention_mask is None or 2-D.
         softcap: see `fused_attn.scaled_dot_product_attention`.
         position_bias: float tensor added to the scores in addition to attention_mask, as in T5.
-        sliding_window: window size; only checked, because the mask contains the window. Ignored
-            with is_causal=False and no mask, which mean that all keys are visible.
+        sliding_window: window size; only checked, because the mask contains the window, except in
+            continuous batching. Ignored with is_causal=False and no mask, which mean that all keys
+            are visible.
         s_aux: attention sinks, float (num_heads,), as in GPT-OSS: logits that are part of the
             softmax but have no value.
         output_attentions: if True, warn, as sdpa does, that the weights are never materialized.
         indices: (batch, seqlen_q, chosen) integers, as in DeepSeek-V3.2. A query attends only to
             the keys at its indices.
-        kwargs: ignored, as in sdpa, except that those in `REFUSED` raise NotImplementedError.
+        kwargs: ignored, as in sdpa, except those of continuous batching, and those in `REFUSED`,
+            which raise NotImplementedError.
 
     Returns:
         A tuple of the output, contiguous (batch, seqlen_q, num_heads, head_dim_v), and None in
@@ -85,8 +88,18 @@ def attention_forward(
             stacklevel=2,
         )
     _refuse(kwargs)
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "softcap": softcap}
+    options["sinks"] = None if s_aux is None else s_aux.flatten()
     if isinstance(attention_mask, Packing):
-        return _attend_packed(module, query, key, value, attention_mask, dropout, scaling), None
+        options |= attention_mask.arguments()
+        return _attend_packed(module, query, key, value, options), None
+    refused = {
+        "attention_mask": attention_mask, "position_bias": position_bias, "indices": indices,
+        "is_causal=False": True if is_causal is False else None,
+    }  # fmt: skip
+    packed = packed_arguments(kwargs, sliding_window, refused)
+    if packed is not None:
+        return _attend_packed(module, query, key, value, options | packed), None
     is_unmasked = is_causal is False and attention_mask is None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -119,12 +132,9 @@ def attention_forward(
     attend = partial(
         functional.scaled_dot_product_attention,
         attn_mask=mask,
-        dropout_p=dropout,
         is_causal=bool(is_causal and seqlen_q > 1),
-        scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.flatten(),
+        **options,
     )
     out = _on_heads_of(module, attend, query, key, value)
     return cast(Tensor, out).transpose(1, 2).contiguous(), None
@@ -141,30 +151,15 @@ def _on_heads_of(
 
 
 def _attend_packed(
-    module: Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    dropout: float,
-    scaling: float | None,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention within each sequence of a packed batch.
+    """Call varlen_attention with the given options for the layer.
 
     Operands have shape (1, num_heads, total, head_dim); the result is (1, total, num_heads,
     head_dim).
     """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    attend = partial(
-        varlen.varlen_attention,
-        cu_seqlens_q=packing.cu_seqlens,
-        cu_seqlens_k=packing.cu_seqlens,
-        max_seqlen_q=packing.max_seqlen,
-        max_seqlen_k=packing.max_seqlen,
-        attn_mask=packing.mask,
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    attend = partial(varlen.varlen_attention, **options)
     return _on_heads_of(module, attend, query, key, value)[None]
 
 

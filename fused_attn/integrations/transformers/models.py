@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fused_attn.base.behind_import import behind_import
 from fused_attn.integrations.bytecode import keywords_in, methods_of, names_in
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
 from fused_attn.integrations.transformers.encoders import NAME, fused_stack
@@ -28,6 +29,7 @@ from fused_attn.integrations.transformers.masks import attention_mask
 
 # Name under which modeling files import the AttentionInterface.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_GENERATE_BATCH = "transformers.generation.continuous_batching.continuous_api"
 
 
 @functools.cache
@@ -57,6 +59,34 @@ def register() -> None:
         return check(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+    behind_import(_GENERATE_BATCH, _allow_generate_batch)
+
+
+def _allow_generate_batch(library: Any) -> None:
+    """Let continuous batching, `generate_batch`, run models whose attention is "fused_attn".
+
+    The library's manager switches any implementation but its own to flash-attn, or rejects it.
+    Releases before 5.24, whose manager differs, reject "fused_attn".
+    """
+    manager = library.ContinuousBatchingManager
+    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if switch is None:
+        return
+
+    @functools.wraps(switch)
+    def switch_to_cb_friendly_attn(
+        self: Any, model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> None:
+        if model.config._attn_implementation != NAME:
+            switch(self, model, *args, **kwargs)
+        elif not model._supports_flash_attn:
+            raise NotImplementedError(
+                f"fused_attn does not support {type(model).__name__} in continuous batching: its "
+                "attention depends on masks, which continuous batching replaces by lengths, and "
+                "it does not support flash-attn for this reason; use generate"
+            )
+
+    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
 
 
 def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:

@@ -1,0 +1,56 @@
+"""Arguments of attention in continuous batching, `model.generate_batch` of transformers.
+
+The new tokens of all requests are packed into one sequence. Before each attention, the paged cache
+of transformers stores their keys and values, and returns the packed keys and values of all tokens
+that the requests attend to. Nothing is padded, and no mask tensor is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+
+def packed_arguments(
+    kwargs: dict[str, Any], window: int | None, refused: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return arguments of varlen_attention for a layer in continuous batching.
+
+    Args:
+        kwargs: the keyword arguments that transformers passes to the attention of the layer.
+        window: number of keys that a query attends to, including its token; None means all.
+        refused: arguments of the layer by name, which must be None.
+
+    Returns:
+        Lengths and mask of the batch; None if kwargs are not those of continuous batching.
+
+    Raises:
+        NotImplementedError: an argument is not supported in continuous batching.
+    """
+    if kwargs.get("write_index") is None:
+        return None
+    refused = {**refused, "block_table": kwargs.get("block_table")}
+    for name, argument in refused.items():
+        if argument is not None:
+            raise NotImplementedError(
+                f"fused_attn does not support {name} in continuous batching of transformers"
+            )
+    return {
+        "cu_seqlens_q": kwargs["cu_seq_lens_q"],
+        "cu_seqlens_k": kwargs["cu_seq_lens_k"],
+        "max_seqlen_q": kwargs["max_length_q"],
+        "max_seqlen_k": kwargs["max_length_k"],
+        "attn_mask": _newest_last(window),
+    }
+
+
+@functools.cache
+def _newest_last(window: int | None) -> Mask:
+    """Return the mask of queries that are the newest tokens of their sequences.
+
+    The Mask is the same object in each layer and step, because it caches its kernel-level form.
+    """
+    return masks.sliding_window(-1 if window is None else window - 1, 0, align="bottom_right")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,9 +109,10 @@ def memo_of(tensor: Tensor) -> Memo:
     entry = _of_tensors.get(number)
     if entry is None or entry[0]() is not tensor:
 
-        def forget(ref: weakref.ref[Tensor]) -> None:
-            if _of_tensors.get(number, (None,))[0] is ref:
-                del _of_tensors[number]
+        # At the interpreter's exit, the module's globals are None.
+        def forget(ref: weakref.ref[Tensor], entries: Any = _of_tensors) -> None:
+            if entries.get(number, (None,))[0] is ref:
+                del entries[number]
 
         entry = _of_tensors[number] = weakref.ref(tensor, forget), {}
     return entry[1]

@@ -24,7 +24,16 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-VERSION = 0  # interface version that get_kernel requests; also the number of the branch
+# Interface version that get_kernel requests; also the number of the branch. transformers requests
+# version 1 of a kernel that `attn_implementation` names.
+VERSION = 1
+# Names beside those of the package. transformers looks for flash-attn's functions.
+EXTRA_NAMES = """
+from . import layers as layers
+from .compat.flash_attn import flash_attn_func as flash_attn_func
+from .compat.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+from .compat.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+"""
 _IMPORT = re.compile(rf"^(\s*)from {PACKAGE}((?:\.\w+)*) import", re.MULTILINE)
 
 
@@ -43,7 +52,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
             _add(tree / PACKAGE, variant)
         (variant / "layers.py").write_text(_relative((HERE / "layers.py").read_text(), 0))
         init = variant / "__init__.py"
-        init.write_text(init.read_text() + "\nfrom . import layers as layers\n")
+        init.write_text(init.read_text() + EXTRA_NAMES)
         _describe(variant, backend)
         variants.append(variant)
     shutil.copy(HERE / "README.md", out)

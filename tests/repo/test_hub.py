@@ -64,7 +64,7 @@ def test_what_the_hub_reads(repository, backend):
 
     variant = repository / "build" / f"torch-{backend}"
     metadata = Metadata.read_from_file(variant / "metadata.json")
-    assert (str(metadata.name), metadata.version, metadata.license) == ("fused-attn", 0, "MIT")
+    assert (str(metadata.name), metadata.version, metadata.license) == ("fused-attn", 1, "MIT")
     assert str(metadata.backend.backend_type).lower() == backend
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     AllValidator(default_metadata_validators()).validate_metadata(
@@ -143,3 +143,46 @@ def test_wheels_of_two_versions_are_refused(repository, tmp_path):
     (package / "decode.py").write_text("")
     with pytest.raises(SystemExit, match="different versions"):
         export.export([ROOT, tmp_path / "other"], tmp_path / "out")
+
+
+PUBLISHED = "organization/fused-attn"  # name of the repository that the stand-in serves
+
+
+@pytest.fixture
+def published(monkeypatch, repository):
+    """Serve the folder where transformers loads a kernel from the Hub."""
+    import export
+
+    hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+
+    def get_kernel(name, revision, version, allow_all_kernels):
+        assert (name, revision, version) == (PUBLISHED, None, export.VERSION)
+        return kernels.get_local_kernel(repository, backend="cpu")
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    # transformers 5.24 requires kernels 0.18.2; the folder is loaded by the installed version.
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Llama", "Mistral", "Gemma2", "GptOss"])
+def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
+    """Padding, windows (the last three), softcap (Gemma2) and sinks (GptOss)."""
+    from hf_families import FAMILIES
+
+    family = next(family for family in FAMILIES if family.name == name)
+    model, inputs = family.model("eager"), family.inputs()
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs)[family.outputs[0]][real]
+        model.set_attn_implementation(PUBLISHED, allow_all_kernels=True)
+        with kernel.stats() as counts:
+            out = model(**inputs)[family.outputs[0]][real]
+    assert counts.fused == 2
+    torch.testing.assert_close(out, expected)
+    if family.generates:
+        mask = torch.ones_like(inputs["attention_mask"])
+        mask[1, :4] = 0  # generate takes padding on the left
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        tokens = model.generate(inputs["input_ids"], **options)
+        model.set_attn_implementation("eager")
+        assert torch.equal(tokens, model.generate(inputs["input_ids"], **options))

@@ -44,6 +44,7 @@ def common_of(
     softmax_scale: float | None,
     softcap: float,
     deterministic: bool,
+    sinks: Tensor | None,
     keywords: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the keyword arguments that all functions of this package share.
@@ -52,7 +53,6 @@ def common_of(
         NotImplementedError: an argument is not supported.
         TypeError: flash-attn has no such keyword.
     """
-    sinks = keywords.pop("learnable_sink", None)
     for name, value in keywords.items():
         if name in _UNSUPPORTED:
             if value is not None and value is not False and not (type(value) is int and value == 0):

@@ -32,6 +32,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention with the arguments of flash_attn.flash_attn_with_kvcache.
@@ -53,7 +55,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ...; otherwise, pair the two halves.
         num_splits: affects no result.
         return_softmax_lse: also return lse.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, keywords: as in flash_attn_func.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, keywords: as in
+            flash_attn_func.
 
     Returns:
         out, (batch, seqlen_q, num_heads, head_dim_v). With return_softmax_lse, also lse, (batch,
@@ -65,7 +68,9 @@ def flash_attn_with_kvcache(
 
     Source: Su et al. 2021, "RoFormer", equation 34 (rotation).
     """
-    options = common_of("flash_attn_with_kvcache", q, softmax_scale, softcap, False, keywords)
+    options = common_of(
+        "flash_attn_with_kvcache", q, softmax_scale, softcap, False, learnable_sink, keywords
+    )
     if cache_batch_idx is not None:
         if block_table is not None:
             raise NotImplementedError("cache_batch_idx is not supported with block_table")

@@ -24,6 +24,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
     **keywords: Any,
 ) -> Results:
     """Compute attention with the arguments of flash_attn.flash_attn_func.
@@ -41,8 +43,9 @@ def flash_attn_func(
         alibi_slopes: float (num_heads,) or (batch, num_heads); see `masks.alibi`.
         deterministic: require a deterministic backward. On the CPU, it always is.
         return_attn_probs: also return lse and None.
-        keywords: learnable_sink, (num_heads,), is added to the softmax. num_splits, pack_gqa and
-            sm_margin affect no result. Others must have their defaults.
+        learnable_sink: (num_heads,), logits that are part of the softmax but have no value.
+        keywords: num_splits, pack_gqa and sm_margin affect no result. Others must have their
+            defaults.
 
     Returns:
         out, (batch, seqlen_q, num_heads, head_dim_v). With return_attn_probs, also lse, (batch,
@@ -53,7 +56,9 @@ def flash_attn_func(
         ValueError, TypeError: an argument is invalid.
     """
     check_probs(return_attn_probs, dropout_p)
-    options = common_of("flash_attn_func", q, softmax_scale, softcap, deterministic, keywords)
+    options = common_of(
+        "flash_attn_func", q, softmax_scale, softcap, deterministic, learnable_sink, keywords
+    )
     results = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

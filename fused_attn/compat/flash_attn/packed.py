@@ -32,6 +32,7 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     **keywords: Any,
 ) -> Results:
     """Compute attention with the arguments of flash_attn.flash_attn_varlen_func.
@@ -49,7 +50,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (batch,) integers; numbers of rows of each sequence that are used.
             Others are ignored, and are 0 in the result. The rows in use are copied.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, keywords: as in flash_attn_func.
+            return_attn_probs, learnable_sink, keywords: as in flash_attn_func.
 
     Returns:
         out, (total_q, num_heads, head_dim_v). With return_attn_probs, also lse, (num_heads,
@@ -61,7 +62,7 @@ def flash_attn_varlen_func(
     """
     check_probs(return_attn_probs, dropout_p)
     options = common_of(
-        "flash_attn_varlen_func", q, softmax_scale, softcap, deterministic, keywords
+        "flash_attn_varlen_func", q, softmax_scale, softcap, deterministic, learnable_sink, keywords
     )
     if block_table is not None or seqused_k is not None:
         lengths = _lengths(cu_seqlens_k) if seqused_k is None else seqused_k

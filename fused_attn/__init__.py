@@ -18,7 +18,7 @@ from fused_attn.call.call_counts import stats
 from fused_attn.decode import decode_attention
 from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 from fused_attn.integrations import register_with_transformers
-from fused_attn.integrations.enable import disable, enable, enabled
+from fused_attn.integrations.enable import disable, enable, enabled, register_with_torch
 from fused_attn.integrations.inductor import compile_pass
 from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
@@ -49,6 +49,7 @@ __all__ = [
     "varlen_attention",
 ]
 
+register_with_torch()
 register_with_transformers()
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.compiler.config
+import torch.nn.attention
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
@@ -112,6 +113,27 @@ def disable() -> None:
         _counts.remove(_enabled_counts)
         _enabled_counts = None
     _config.cache_key_tag = _config.cache_key_tag.replace(_TAG, "")
+
+
+class _Activated:
+    """Handle with which torch undoes `activate_flash_attention_impl`."""
+
+    def __init__(self) -> None:
+        enable()
+
+    def remove(self) -> None:
+        disable()
+
+
+def register_with_torch() -> None:
+    """Register "fused_attn" for torch.nn.attention.activate_flash_attention_impl (torch 2.11).
+
+    Activation is `enable()`, and torch.nn.attention.restore_flash_attention_impl is `disable()`. An
+    existing registration, such as that of another copy of this package, is not overwritten.
+    """
+    names = getattr(torch.nn.attention, "list_flash_attention_impls", None)
+    if names is not None and "fused_attn" not in names():
+        torch.nn.attention.register_flash_attention_impl("fused_attn", register_fn=_Activated)
 
 
 @contextlib.contextmanager

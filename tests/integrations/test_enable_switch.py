@@ -15,6 +15,7 @@ from enable_helpers import OP, counting, taken_over, torch_as_it_was  # noqa: F4
 
 import fused_attn
 from fused_attn.backends import Backend, registry
+from fused_attn.integrations import enable as enable_module
 
 
 def attend(query):
@@ -38,6 +39,35 @@ def test_enable_and_disable():
     assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
     fused_attn.enable()
     assert intercepted()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"),
+    reason="reason: torch 2.11 has the registry of implementations",
+)
+def test_activation_by_torch():
+    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    assert "fused_attn" in torch.nn.attention.list_flash_attention_impls()
+    assert not intercepted(), "import fused_attn activates nothing"
+    for _ in range(2):  # the second activation undoes the first
+        torch.nn.attention.activate_flash_attention_impl("fused_attn")
+        assert torch.nn.attention.current_flash_attention_impl() == "fused_attn"
+        assert intercepted()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not intercepted()
+    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+
+
+def test_a_torch_without_implementations_registers_none(monkeypatch):
+    registered = []
+    register = "torch.nn.attention.register_flash_attention_impl"
+    monkeypatch.setattr(register, lambda name, **_: registered.append(name), raising=False)
+    listed = "torch.nn.attention.list_flash_attention_impls"
+    monkeypatch.setattr(listed, lambda: ["FA4", "fused_attn"], raising=False)
+    enable_module.register_with_torch()  # another copy of the package came first
+    monkeypatch.delattr(listed)
+    enable_module.register_with_torch()
+    assert not registered
 
 
 def test_blocks():

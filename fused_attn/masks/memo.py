@@ -108,7 +108,6 @@ def memo_of(tensor: Tensor) -> Memo:
     number = id(tensor)
     entry = _of_tensors.get(number)
     if entry is None or entry[0]() is not tensor:
-
         # At the interpreter's exit, the module's globals are None.
         def forget(ref: weakref.ref[Tensor], entries: Any = _of_tensors) -> None:
             if entries.get(number, (None,))[0] is ref:

@@ -163,7 +163,7 @@ def ring_of(sharding: Sharding, pairs: Pairs) -> Ring:
         for s, step in enumerate(plan_of(sharding, sharding, rank, pairs.visible).steps):
             table[0, rank, s] = pairs.of_step(step)
             if s > 0:
-                table[1:, rank, s] = sum(map(len, step.wanted)), sum(map(len, step.given))
+                table[1:, rank, s] = sum(map(len, step.wanted)), sum(map(len, step.sent))
     return Ring(*table, max(map(len, sharding.runs)))
 
 

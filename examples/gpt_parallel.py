@@ -163,7 +163,7 @@ def sent_per_step(rows: Sequence[Row], ranks: int) -> tuple[float, float]:
         spec = normalize(mask, 1, 1, seqlen, seqlen, row.tokens)
         visible = VisibleKeys(spec, (1, 1, seqlen, seqlen))
         plans = [plan_of(sharding, sharding, rank, visible) for rank in range(ranks)]
-        sent += sum(len(run) for plan in plans for step in plan.steps[1:] for run in step.given)
+        sent += sum(len(run) for plan in plans for step in plan.steps[1:] for run in step.sent)
     size = 3 * NUM_LAYERS * NUM_HEADS_KV * 2 * HEAD_DIM * 4 / 1e6  # of a key and value, float32
     return sent / len(rows) * size, (ranks - 1) * seqlen * size
 

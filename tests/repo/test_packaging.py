@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fused_attn
+from fused_attn.backends import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_DIRS = ("csrc", "fused_attn", "tests", "benchmarks", "examples")
@@ -206,3 +207,9 @@ def test_targets_that_build_cuda_ask_for_it(target):
     )
     last = [line for line in done.stdout.splitlines() if "setup.py" in line][-1]
     assert "".join(re.findall(r"FUSED_ATTN_CUDA=\S+ ", last)) == TARGETS[target]
+
+
+def test_widths_are_those_of_cuda_kernels():
+    lines = (ROOT / "csrc/cuda/head_dims.inc").read_text()
+    widths = re.findall(r"^FUSED_ATTN_HEAD_DIM\((\d+)\)", lines, re.MULTILINE)
+    assert tuple(map(int, widths)) == verdicts.WIDTHS

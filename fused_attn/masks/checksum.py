@@ -37,7 +37,11 @@ def _described(value: Any) -> Any:
         return [(f.name, _described(getattr(value, f.name))) for f in fields(value) if f.compare]
     if callable(value):  # its repr has an address
         code = getattr(value, "__code__", None)
-        return value.__module__, getattr(value, "__qualname__", ""), code and code.co_code
+        if code is None:
+            return type(value).__qualname__
+        constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
+        cells = [_described(cell.cell_contents) for cell in value.__closure__ or ()]
+        return value.__qualname__, code.co_code, code.co_names, constants, cells
     return value
 
 

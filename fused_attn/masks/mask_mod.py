@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, padding, prefix_lm
+from fused_attn.base.torch_state import is_intercepted
+from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int, int]
@@ -57,7 +59,9 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
 
 def from_block_mask(block_mask: Any) -> Mask:
     """Return the Mask of a BlockMask of FlexAttention: its listed blocks, and its mask_mod."""
+    # The function must not hold the BlockMask, which is the key of a cache of such functions.
     block_q, block_k = block_mask.BLOCK_SIZE
+    own = block_mask.mask_mod
     columns = -(-block_mask.seq_lengths[1] // block_k)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     full = None
@@ -73,9 +77,10 @@ def from_block_mask(block_mask: Any) -> Mask:
         return table[tuple(index)]
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        visible = lookup(partial, b, h, q, k) & block_mask.mask_mod(b, h, q, k)
+        visible = lookup(partial, b, h, q, k) & own(b, h, q, k)
         return visible if full is None else visible | lookup(full, b, h, q, k)
 
+    mask_mod.seq_lengths = tuple(block_mask.seq_lengths)  # type: ignore[attr-defined]
     return from_mask_mod(mask_mod)
 
 
@@ -98,14 +103,19 @@ def resolved(mask: Mask, shape: Shape, device: torch.device) -> Mask:
         return mask
     result = Mask(*(c for c in mask.conditions() if c is not mask.mask_mods))
     for mask_mod in mask.mask_mods:
+        if isinstance(mask_mod, tuple):  # a union, whose bands end where the sequences end
+            mask_mod = tuple([Mask(paddings=mask.paddings) & member for member in mask_mod])
         result &= _resolved(mask_mod, shape, device)
     return result
 
 
 def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
+    lengths = getattr(mask_mod, "seq_lengths", shape[2:])
+    if tuple(lengths) != tuple(shape[2:]):
+        raise ValueError(f"attn_mask must be a BlockMask for lengths {shape[2:]}, got {lengths}")
     if 0 in shape:
         return Mask()
-    if torch.compiler.is_compiling():  # values decide what is recognized
+    if is_intercepted() or device.type == "meta":  # values decide what is recognized
         return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
     used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
     intervals = _intervals(mask_mod, used, device)
@@ -119,25 +129,21 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
-class Uses(TorchFunctionMode):
-    """Records which of some tensors are arguments of torch's functions."""
+class Uses(TorchDispatchMode):
+    """Records which of some tensors are arguments of torch's operations."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
         self.tensors, self.used = tensors, [False] * len(tensors)
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self._look((args, kwargs or {}))
+        if not function.__name__.startswith("new_"):  # only the device and dtype count
+            for argument in tree_leaves((args, kwargs)):
+                for i, tensor in enumerate(self.tensors):
+                    self.used[i] |= argument is tensor
         return function(*args, **(kwargs or {}))
-
-    def _look(self, value: Any) -> None:
-        if isinstance(value, (tuple, list, dict)):
-            for part in value.values() if isinstance(value, dict) else value:
-                self._look(part)
-        for i, tensor in enumerate(self.tensors):
-            self.used[i] |= value is tensor
 
     @classmethod
     def shape(cls, function: MaskMod, shape: Shape, device: torch.device) -> Shape:
@@ -176,7 +182,10 @@ def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> 
     def shifted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask_mod(b, h, q + start, k)
 
-    return create_mask(shifted, batch, heads, len(rows), seqlen_k, device)
+    visible = create_mask(shifted, batch, heads, len(rows), seqlen_k, device)
+    if visible.dtype != torch.bool:
+        raise TypeError(f"mask_mod must return bool, got {visible.dtype}")
+    return visible
 
 
 # ---- recognition --------------------------------------------------------------------------------
@@ -215,11 +224,9 @@ def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
     band, excess = _band(first, end, seen, torch.zeros_like(begin), torch.full_like(stop, seqlen_k))
     if band is not None and not bool(excess.any()):
         return band
-    lengths = Mask()
-    if bool((stop < seqlen_k).any()):
-        lengths &= padding(stop[:, 0].expand(batch))
-    if bool((begin > 0).any()):
-        lengths &= padding((seqlen_k - begin[:, 0]).expand(batch), side="left")
+    # Not `padding`, whose lengths move bands that are aligned at the bottom right.
+    key = torch.arange(seqlen_k, device=first.device)
+    lengths = Mask(dense_masks=(((key >= begin) & (key < stop))[:, None, None],))
     band, excess = _band(first, end, seen, begin, stop)
     if band is not None and not bool(excess.any()):
         return lengths & band

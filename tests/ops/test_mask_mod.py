@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -19,22 +22,22 @@ KEY_IDS = torch.cat([IDS, torch.full((11,), 2)])
 LENGTHS, PREFIXES = torch.tensor([40, 61]), torch.tensor([7, 20])
 TABLE = torch.rand(H, LQ, LK, generator=torch.Generator().manual_seed(0)) > 0.5
 
-# Function, and the kind of MaskSpec: "dense" needs a tensor of queries x keys.
+# Function, and the kind of MaskSpec: "dense" needs a tensor of queries x keys, "keys" one of keys.
 MODS = {
     "causal": (lambda b, h, q, k: q >= k, "causal"),
     "all": (lambda b, h, q, k: q >= 0, "none"),
-    "nothing": (lambda b, h, q, k: q < 0, "structured"),
+    "nothing": (lambda b, h, q, k: q < 0, "keys"),
     "window": (lambda b, h, q, k: (q >= k) & (q - k < 9), "structured"),
     "both sides": (lambda b, h, q, k: (q - k).abs() < 9, "structured"),
     "ahead": (lambda b, h, q, k: (k - q > 3) & (k - q < 8), "structured"),
     "bottom right": (lambda b, h, q, k: k <= q + (LK - LQ), "structured"),
-    "prefix": (lambda b, h, q, k: (k <= q) | (k < PREFIXES[b]), "structured"),
-    "padding": (lambda b, h, q, k: k < LENGTHS[b], "structured"),
-    "left padding": (lambda b, h, q, k: k >= LK - LENGTHS[b], "structured"),
+    "prefix": (lambda b, h, q, k: (k <= q) | (k < PREFIXES[b]), "keys"),
+    "padding": (lambda b, h, q, k: k < LENGTHS[b], "keys"),
+    "left padding": (lambda b, h, q, k: k >= LK - LENGTHS[b], "keys"),
     "padded queries": (lambda b, h, q, k: (k < LENGTHS[b]) & (q < LENGTHS[b]), "structured"),
     "prefix, padded": (
         lambda b, h, q, k: ((k <= q) | (k < PREFIXES[b])) & (k < LENGTHS[b]),
-        "structured",
+        "keys",
     ),
     "documents": (lambda b, h, q, k: IDS[q] == KEY_IDS[k], "structured"),
     "causal documents": (lambda b, h, q, k: (IDS[q] == KEY_IDS[k]) & (q >= k), "structured"),
@@ -51,7 +54,8 @@ def visible_by(mask, *sizes):
     spec = normalize(mask, *sizes, torch.empty(0))
     visible, _ = materialize(spec, *sizes, torch.device("cpu"), torch.float32)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
-    return spec.kind, visible.expand(sizes)
+    kind = "keys" if spec.kind == "dense" and spec.dense is None else spec.kind
+    return kind, visible.expand(sizes)
 
 
 @pytest.mark.parametrize("chunk", [module.CHUNK, 7 * LK])
@@ -88,9 +92,9 @@ def test_random_intervals():
     ("one", "other", "kind"),
     [
         (masks.sliding_window(3), masks.sliding_window(-1, 5), "structured"),
-        (masks.causal(), masks.prefix_lm([7, 20]), "structured"),
+        (masks.causal(), masks.prefix_lm([7, 20]), "keys"),
         (masks.sliding_window(3), masks.dense(TABLE), "dense"),
-        (masks.padding([40, 61]), masks.padding([0, 9]), "structured"),
+        (masks.padding([40, 61]), masks.padding([0, 9]), "keys"),
         (masks.causal(), masks.from_mask_mod(MODS["sinks"][0]), "causal"),
     ],
 )
@@ -187,7 +191,58 @@ def test_each_shape_is_evaluated_once():
     assert len(calls) == count
 
 
+def attend(query, key, mask, lengths):
+    """Decode with caches that are filled to some lengths."""
+    return fused_attn.decode_attention(query, key, key, cache_lengths=lengths, attn_mask=mask)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_alignment_does_not_depend_on_what_is_recognized(hidden):
+    """Bands at the bottom right end where the sequences end, not where a function ends."""
+    few = masks.from_mask_mod(lambda b, h, q, k: (k < 5) & ((q != 1) | (k != 3) | (not hidden)))
+    for other in (masks.causal("bottom_right"), masks.sliding_window(2, 0, "bottom_right")):
+        query, key = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 8)
+        own = visible_by(few, 2, 1, 4, 8)[1]
+        band = visible_by(other, 2, 1, 4, 8)[1]
+        torch.testing.assert_close(
+            fused_attn.scaled_dot_product_attention(query, key, key, other & few),
+            fused_attn.scaled_dot_product_attention(query, key, key, band & own),
+        )
+        united = fused_attn.scaled_dot_product_attention(query, key, key, other | few)
+        torch.testing.assert_close(
+            united, fused_attn.scaled_dot_product_attention(query, key, key, band | own)
+        )
+
+
+def test_unions_in_caches_and_packs_are_aligned_at_the_sequences():
+    window = masks.sliding_window(2, 0, "bottom_right")
+    first = masks.from_mask_mod(lambda b, h, q, k: k < 2)
+    lengths, key = torch.tensor([8, 12]), torch.randn(2, 1, 16, 8)
+    query = torch.randn(2, 1, 1, 8)
+    out = attend(query, key, window | first, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        rows = [0, 1, *range(length - 3, length)]
+        alone = fused_attn.scaled_dot_product_attention(
+            query[b : b + 1], key[b : b + 1, :, rows], key[b : b + 1, :, rows]
+        )
+        torch.testing.assert_close(out[b : b + 1], alone)
+
+
+def test_block_masks_are_freed():
+    query = torch.randn(1, 1, 128, 8)
+    block_mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, "cpu")
+    fused_attn.scaled_dot_product_attention(query, query, query, block_mask)
+    alive = weakref.ref(block_mask)
+    del block_mask
+    gc.collect()
+    assert alive() is None
+
+
 def test_refusals():
+    query = torch.randn(1, 1, 4, 8)
+    mask = masks.from_mask_mod(lambda b, h, q, k: (q + k) % 3)
+    with pytest.raises(TypeError, match="mask_mod must return bool, got"):
+        fused_attn.scaled_dot_product_attention(query, query, query, mask)
     with pytest.raises(TypeError, match="mask_mod must be a function, got Tensor"):
         masks.from_mask_mod(torch.ones(3))
     with pytest.raises(ValueError, match="cannot be united"):

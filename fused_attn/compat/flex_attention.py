@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from fused_attn import functional, masks
 from fused_attn.call.options import default_scale
 from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
+from fused_attn.masks.tensors import known_mask
 
 __all__ = [
     "AuxOutput",
@@ -57,6 +59,7 @@ Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 _TOLERANCE = 1e-6  # of a score_mod that computes in float32
 _LARGE = 1e9  # a score for which tanh is 1 in every score_mod
+_PROBES = (30.0, -30.0, 1e3, -1e3, _LARGE, -_LARGE)
 
 
 @torch.compiler.disable
@@ -80,10 +83,11 @@ def flex_attention(
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
-            score -> a * score + c or c1 * tanh(score / c1) + c, with c, a function of positions. It
-            is examined once for each shape; tensors that it reads must not change afterwards unless
-            they require grad. A c other than 0 becomes a float32 tensor of shape (batch or 1,
-            num_heads or 1, seqlen_q, seqlen_k).
+            score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and c, a
+            function of positions, which may have gradients. It is examined with random scores and
+            those of `_PROBES` once for each shape and state of what it reads, or in each call if it
+            is no plain function of tensors and numbers. A c other than 0 becomes a float32 tensor
+            of shape (batch or 1, num_heads or 1, seqlen_q, seqlen_k).
         block_mask: see `masks.from_mask_mod`.
         scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
         enable_gqa: allow num_heads to be a multiple of num_heads_kv.
@@ -101,7 +105,8 @@ def flex_attention(
     """
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("max_scores of AuxRequest are not supported")
-    mask, softcap = masks.as_mask(cast(Any, block_mask)), None
+    lengths = query.shape[2], key.shape[2]
+    mask, softcap = masks.as_mask(known_mask(block_mask, lengths)), None
     if score_mod is not None:
         shape = (*query.shape[:3], key.shape[2])
         terms = _terms(score_mod, shape, query.device)
@@ -130,15 +135,23 @@ class _Terms(NamedTuple):
     bias: Tensor | None
 
 
-_EXAMINED: WeakKeyDictionary[ScoreMod, dict[Any, _Terms]] = WeakKeyDictionary()
+_EXAMINED: WeakKeyDictionary[Any, dict[Any, _Terms]] = WeakKeyDictionary()
+_MOST_EXAMINED = 8  # shapes and states of a score_mod that are kept
 
 
 def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
-    """Return what a score_mod does, examined once for each shape, but for a bias with gradients."""
-    examined = _EXAMINED.setdefault(score_mod, {})
-    key = shape, device
+    """Return what a score_mod does, examined once for each shape and state of what it reads.
+
+    A bias with gradients is evaluated in each call, and so is a score_mod whose state is unknown.
+    """
+    state = _state(score_mod)
+    examined = {} if state is None else _EXAMINED.setdefault(score_mod, {})
+    key = shape, device, state
     if key not in examined:
-        examined[key] = _examine(score_mod, shape, device)
+        if len(examined) >= _MOST_EXAMINED:
+            examined.clear()
+        with torch.inference_mode(False):
+            examined[key] = _examine(score_mod, shape, device)
     terms = examined[key]
     if terms.bias is not None and terms.bias.requires_grad:
         bias = _applied(score_mod, 0.0, _used(score_mod, shape, device), range(shape[2]), device)
@@ -146,40 +159,91 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     return terms
 
 
+def _state(function: Any) -> tuple[Any, ...] | None:
+    """Return a key that changes with the values that a function reads; None if that is unknown."""
+    if not isinstance(function, FunctionType):
+        return None
+    names = [n for n in function.__code__.co_names if n in function.__globals__]
+    read = [function.__globals__[name] for name in names] + list(function.__defaults__ or ())
+    key: list[Any] = []
+    for value in (*read, *(cell.cell_contents for cell in function.__closure__ or ())):
+        if isinstance(value, Tensor):
+            if value.is_inference():
+                return None
+            key.append((id(value), value._version, value.requires_grad))
+        elif isinstance(value, FunctionType) and value is not function:
+            own = _state(value)
+            if own is None:
+                return None
+            key.append(own)
+        elif isinstance(value, (int, float, str, torch.dtype, torch.device, type(None))):
+            key.append(value)
+        elif not isinstance(value, (ModuleType, BuiltinFunctionType, type)):
+            return None
+    return tuple(key)
+
+
 def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     shape = _used(score_mod, shape, device)
     first: _Terms | None = None
     biases = []
     for rows in row_blocks(shape):
-        with torch.enable_grad():
-            bias = _applied(score_mod, 0.0, shape, rows, device)
-            biases.append(bias.float())
-        bias = bias.detach()
-        seen = bias > float("-inf")
         size = (*shape[:2], len(rows), shape[3])
         generator = torch.Generator(device).manual_seed(0)
         score = torch.randn(size, dtype=torch.float64, device=device, generator=generator) * 3.0
-        with torch.no_grad():
+        with torch.enable_grad():
+            bias = _applied(score_mod, 0.0, shape, rows, device)
+            biases.append(bias.float())
             result = _applied(score_mod, score, shape, rows, device)
-            if not torch.equal(result > float("-inf"), seen):
-                raise _refusal()
-            if not bool(seen.any()):
-                continue
-            change, score, bias = (result - bias)[seen], score[seen], bias[seen]
-            if first is None:
-                large = _applied(score_mod, _LARGE, shape, rows, device)[seen]
-                first = _form(float(change[0] / score[0]), float(large[0] - bias[0]))
-            expected = first.factor * score
-            if first.softcap is not None:
-                expected = first.softcap * torch.tanh(score / first.softcap)
-            allowed = _TOLERANCE * (1.0 + score.abs() + bias.abs())
-            if bool(((change - expected).abs() > allowed).any()):
-                raise _refusal()
+            seen = bias.detach() > float("-inf")
+            if result.requires_grad and bool(seen.any()):
+                _check_gradients(result[seen], bias[seen])
+        with torch.no_grad():
+            for values in (score, *_PROBES):
+                if isinstance(values, float):
+                    result = _applied(score_mod, values, shape, rows, device)
+                    values = torch.full_like(score, values)
+                if not torch.equal(result > float("-inf"), seen):
+                    raise _refusal()
+                if not bool(seen.any()):
+                    break
+                change, values, added = (result - bias)[seen], values[seen], bias[seen]
+                if first is None:
+                    large = _applied(score_mod, _LARGE, shape, rows, device)[seen]
+                    first = _form(float(change[0] / values[0]), float(large[0] - added[0]))
+                expected = first.factor * values
+                if first.softcap is not None:
+                    expected = first.softcap * torch.tanh(values / first.softcap)
+                allowed = _TOLERANCE * (1.0 + values.abs() + added.abs())
+                if bool(((change - expected).abs() > allowed).any()):
+                    raise _refusal()
     terms = first or _Terms(1.0, None, None)
     if biases[0].requires_grad:
         return terms._replace(bias=torch.empty(0, requires_grad=True))
     whole = torch.cat(biases, dim=2)
     return terms._replace(bias=whole if bool(whole.any()) else None)
+
+
+def _check_gradients(result: Tensor, bias: Tensor) -> None:
+    """Refuse a factor or cap with gradients: only `bias`, the result for 0, may have them."""
+    leaves, todo, done = [], [result.grad_fn], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        todo += [function for function, _ in node.next_functions]
+    weights = torch.linspace(0.5, 1.5, len(result), dtype=result.dtype, device=result.device)
+    of_change, of_result = (
+        torch.autograd.grad((t * weights).sum(), leaves, retain_graph=True, allow_unused=True)
+        for t in (result - bias, result)
+    )
+    for change, whole in zip(of_change, of_result, strict=True):
+        if change is None or whole is None or change.numel() == 0:
+            continue
+        if bool(change.abs().max() > 1e-4 * whole.abs().max()):
+            raise _refusal()
 
 
 def _form(slope: float, change_of_large: float) -> _Terms:

@@ -11,6 +11,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
 B, H, LQ, LK, D = 2, 4, 40, 50, 16
 SLOPES, TABLE = torch.linspace(0.1, 1.0, H), torch.linspace(-1, 1, LQ + LK)
+FACTOR = torch.tensor(2.0, requires_grad=True)
 LEARNED = torch.linspace(-1, 1, H * (LQ + LK)).view(H, -1).requires_grad_()
 
 SCORE_MODS = {
@@ -109,8 +110,44 @@ def test_a_learned_bias_is_read_in_each_call():
         lambda score, b, h, q, k: -2.0 * torch.tanh(score / 2.0),
         lambda score, b, h, q, k: torch.where(score > 0, score, float("-inf")),
         lambda score, b, h, q, k: torch.where(k > 40, score + score.square(), score),
+        lambda score, b, h, q, k: score.clamp(min=-20),
+        lambda score, b, h, q, k: torch.where(h == 1, score.clamp(max=30), score),
+        lambda score, b, h, q, k: torch.where(score.abs() > 25, 0.1 * score, score),
+        lambda score, b, h, q, k: score * FACTOR,
+        lambda score, b, h, q, k: FACTOR * torch.tanh(score / FACTOR),
+        lambda score, b, h, q, k: (score - (q - k).abs()) * FACTOR,
     ],
 )
 def test_other_functions_of_the_score_are_refused(score_mod):
     with pytest.raises(NotImplementedError, match="score_mod must add a function of positions"):
         ours.flex_attention(*tensors(), score_mod)
+
+
+def test_what_a_score_mod_reads_may_change():
+    """Also if the first call was in inference mode, or before gradients were requested."""
+    table = torch.zeros(LK)
+    query, key, value = (t.detach() for t in tensors())
+
+    def score_mod(score, b, h, q, k):
+        return score + table[k]
+
+    with torch.inference_mode():
+        zero = ours.flex_attention(query, key, value, score_mod)
+    table.copy_(torch.linspace(-3, 3, LK))
+    expected = dense_of(score_mod, query, key, value)
+    got = ours.flex_attention(query, key, value, score_mod)
+    assert not torch.allclose(got, zero)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    table.requires_grad_()
+    ours.flex_attention(query, key, value, score_mod).sum().backward()
+    assert table.grad.abs().max() > 0
+
+
+def dense_of(score_mod, *leaves):
+    return dense(score_mod, [leaf.requires_grad_() for leaf in leaves])[0].detach()
+
+
+def test_block_masks_of_other_lengths_are_refused():
+    block_mask = ours.create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, "cpu")
+    with pytest.raises(ValueError, match="a BlockMask for lengths"):
+        ours.flex_attention(*tensors(), block_mask=block_mask)

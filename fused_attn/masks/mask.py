@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -326,9 +327,16 @@ def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:
-    """Return all tensors in a condition or in nested tuples of conditions."""
+    """Return all tensors in a condition, in nested tuples of conditions or in a closure."""
     if isinstance(condition, Tensor):
         return [condition]
+    if isinstance(condition, FunctionType):
+        if torch.compiler.is_compiling():  # it evaluates the function in the graph
+            return []
+        read = [cell.cell_contents for cell in condition.__closure__ or ()]
+        kinds = (Tensor, FunctionType)
+        own = [value for value in read if isinstance(value, kinds) and value is not condition]
+        return [tensor for value in own for tensor in _tensors_of(value)]
     if is_dataclass(condition):
         condition = tuple([getattr(condition, f.name) for f in fields(condition)])
     if not isinstance(condition, tuple):

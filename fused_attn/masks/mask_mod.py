@@ -37,7 +37,8 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
             attends to key kv_idx. The arguments are int scalar tensors under torch.vmap. Tensors
-            that the function reads must be on the device of query, and must not change later.
+            that the function reads must be on the device of query. In-place changes of those in its
+            closure are detected; other values that it reads must not change.
 
     Raises:
         TypeError: mask_mod is not callable.

@@ -228,6 +228,17 @@ def test_unions_in_caches_and_packs_are_aligned_at_the_sequences():
         torch.testing.assert_close(out[b : b + 1], alone)
 
 
+def test_tensors_of_a_closure_may_change():
+    lengths, query = torch.tensor([3, 5]), torch.randn(2, 1, 6, 8)
+    mask = masks.from_mask_mod(lambda b, h, q, k: k < lengths[b])
+    for length in (3, 6):
+        lengths[0] = length
+        torch.testing.assert_close(
+            fused_attn.scaled_dot_product_attention(query, query, query, mask),
+            fused_attn.scaled_dot_product_attention(query, query, query, masks.padding(lengths)),
+        )
+
+
 def test_block_masks_are_freed():
     query = torch.randn(1, 1, 128, 8)
     block_mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, "cpu")

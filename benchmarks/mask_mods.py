@@ -117,7 +117,9 @@ def long_causal() -> dict[str, Any]:
     """Compare a causal mask_mod with masks.causal(): times, and memory of the evaluation."""
     query, key, value = (leaf.detach() for leaf in leaves_of((LONG, LONG)))
     mask = masks.from_mask_mod(gym.causal_mask)
-    memory = CpuMeter().memory(lambda: normalize(mask, 1, HEADS, LONG, LONG, query))
+    memory = CpuMeter().memory(
+        lambda: normalize(masks.from_mask_mod(gym.causal_mask), 1, HEADS, LONG, LONG, query)
+    )
     own, causal = milliseconds(
         lambda: scaled_dot_product_attention(query, key, value, mask),
         lambda: scaled_dot_product_attention(query, key, value, masks.causal()),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +40,6 @@ from torch.overrides import TorchFunctionMode
 from fused_attn import functional, masks
 from fused_attn.call.options import default_scale
 from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
-from fused_attn.masks.tensors import known_mask
 
 __all__ = [
     "AuxOutput",
@@ -105,8 +104,7 @@ def flex_attention(
     """
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("max_scores of AuxRequest are not supported")
-    lengths = query.shape[2], key.shape[2]
-    mask, softcap = masks.as_mask(known_mask(block_mask, lengths)), None
+    mask, softcap = masks.as_mask(cast(Any, block_mask)), None
     if score_mod is not None:
         shape = (*query.shape[:3], key.shape[2])
         terms = _terms(score_mod, shape, query.device)
@@ -170,7 +168,7 @@ def _state(function: Any) -> tuple[Any, ...] | None:
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None
-            key.append((id(value), value._version, value.requires_grad))
+            key.append((value, value._version, value.requires_grad))  # equal by identity
         elif isinstance(value, FunctionType) and value is not function:
             own = _state(value)
             if own is None:

@@ -30,9 +30,9 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     """Create a mask from a function of positions, such as a mask_mod of FlexAttention.
 
     The function is evaluated once for each shape of a call: at its first call, or sooner by
-    `mask.plot`. Causal masks, windows, prefixes, lengths and documents are recognized, and cost
-    what the functions of this module cost. Other masks become a bool tensor, of shape (batch or 1,
-    num_heads or 1, seqlen_q, seqlen_k).
+    `mask.plot`. Causal masks, windows, prefixes and documents are recognized, and cost what the
+    functions of this module cost; lengths become a bool tensor of the keys. Other masks become a
+    bool tensor of shape (batch or 1, num_heads or 1, seqlen_q, seqlen_k).
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
@@ -222,20 +222,19 @@ def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
     begin = torch.where(seen, first, seqlen_k).amin(1, keepdim=True)
     stop = end.amax(1, keepdim=True)
     begin = torch.minimum(begin, stop)  # for sequences without visible keys
-    band, excess = _band(first, end, seen, torch.zeros_like(begin), torch.full_like(stop, seqlen_k))
-    if band is not None and not bool(excess.any()):
-        return band
-    # Not `padding`, whose lengths move bands that are aligned at the bottom right.
-    key = torch.arange(seqlen_k, device=first.device)
-    lengths = Mask(dense_masks=(((key >= begin) & (key < stop))[:, None, None],))
-    band, excess = _band(first, end, seen, begin, stop)
-    if band is not None and not bool(excess.any()):
-        return lengths & band
     row = torch.arange(1, first.shape[1] + 1, device=first.device)
-    prefix = end[:, :1]
-    behind = torch.minimum(stop, torch.maximum(row, prefix))
-    if bool((seen & (first == 0) & (end == behind)).all()):
-        return lengths & prefix_lm(prefix[:, 0].expand(batch))
+    key = torch.arange(seqlen_k, device=first.device)
+    # Not `padding`, whose lengths move bands that are aligned at the bottom right.
+    keys = Mask(dense_masks=(((key >= begin) & (key < stop))[:, None, None],))
+    all_keys = torch.zeros_like(begin), torch.full_like(stop, seqlen_k)
+    for limits, (lo, hi) in ((Mask(), all_keys), (keys, (begin, stop))):
+        band, excess = _band(first, end, seen, lo, hi)
+        if band is not None and not bool(excess.any()):
+            return limits & band
+        prefix = end[:, :1]
+        own_end = torch.minimum(hi, torch.maximum(row, prefix))
+        if bool((seen & (first == 0) & (end == own_end)).all()):
+            return limits & prefix_lm(prefix[:, 0].expand(batch))
     return _documents(first, end, seen, seqlen_k)
 
 

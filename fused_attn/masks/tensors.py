@@ -68,7 +68,7 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         lengths: (seqlen_q, seqlen_k) of the call, if known.
 
     Raises:
-        ValueError: a CausalBias or BlockMask has other lengths than the call.
+        ValueError: a CausalBias has other lengths than the call.
         TypeError: another subclass overrides `__torch_function__`, so its memory may not hold its
             values.
     """
@@ -78,9 +78,6 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
         if flex is None or not isinstance(attn_mask, flex.BlockMask):
             return attn_mask
-        if lengths is not None and attn_mask.seq_lengths != lengths:
-            own = attn_mask.seq_lengths
-            raise ValueError(f"attn_mask must be a BlockMask for lengths {lengths}, got {own}")
         if attn_mask not in _OF_BLOCK_MASKS:
             _OF_BLOCK_MASKS[attn_mask] = from_block_mask(attn_mask)
         return _OF_BLOCK_MASKS[attn_mask]

@@ -52,8 +52,6 @@ void as_one_sequence(TensorView* view) {
   copy_shape(shape, strides, 4, view);
 }
 
-constexpr int64_t kMaxHeadDim = 256;
-
 void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 
 // Reads the tensors, mask and options of an attention call.
@@ -90,8 +88,8 @@ struct AttentionReader {
     const auto &q = query, &k = key, &v = value;
     return q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype() == k.dtype() &&
            q.dtype() == v.dtype() && k.shape[0] == q.shape[0] && k.shape[3] == q.shape[3] &&
-           std::equal(k.shape, k.shape + 3, v.shape) && q.shape[3] <= kMaxHeadDim &&
-           v.shape[3] <= kMaxHeadDim && q.shape[2] < kUnlimited && k.shape[2] < kUnlimited &&
+           std::equal(k.shape, k.shape + 3, v.shape) && q.shape[2] < kUnlimited &&
+           k.shape[2] < kUnlimited &&
            (q.shape[1] == k.shape[1] ||
             (enable_gqa && k.shape[1] > 0 && q.shape[1] % k.shape[1] == 0)) &&
            contiguous_from(q, 3) && contiguous_from(k, 3) && contiguous_from(v, 3);

@@ -54,7 +54,6 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
-  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.attr("FIELDS") = field_names();
   m.def("attention_fwd", &attention_fwd);
   m.def("attention_bwd", &attention_bwd);

@@ -11,7 +11,6 @@ from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
 FIELDS: list[str]
-MAX_HEAD_DIM: int
 
 # The four passes return None if the call needs validation.
 def attention_fwd(

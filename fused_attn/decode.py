@@ -170,7 +170,6 @@ def _unchecked_call(
     if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
         return None
     key_cache, value_cache = update.caches
-    head_dim = max(query.shape[3], value_cache.shape[3])
     if not options.prepare(query.shape[3]):
         return None
     mask: Mask | MaskSpec | None = CAUSAL if is_causal else None
@@ -182,7 +181,7 @@ def _unchecked_call(
     call = UncheckedAttention(query, key_cache, value_cache, mask, False, True, options)
     chosen = backend_for_unchecked(call, query.device, named)
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
-    if chosen is None or chosen.wraps_torch or head_dim > chosen.max_head_dim:
+    if chosen is None or chosen.wraps_torch:
         return None
     append(update)
     longest = update.ends[1]

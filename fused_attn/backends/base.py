@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -42,7 +41,6 @@ class Backend:
         accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls. They
             return None to reject such a call. Callers never pass unvalidated calls while
             `torch_state.is_intercepted()`.
-        max_head_dim: largest head_dim of a backend that accepts unvalidated calls.
         wraps_torch: True if torch's unmodified kernels compute everything, with torch's semantics.
             Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
             keys and values that are masked for every query may reach the results. Modules need
@@ -52,7 +50,6 @@ class Backend:
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     accepts_unchecked: ClassVar[bool] = False
-    max_head_dim: ClassVar[float] = math.inf
     wraps_torch: ClassVar[bool] = False
 
     def verifying(self) -> AbstractContextManager[None]:

@@ -48,7 +48,6 @@ environment = os.environ.get if _cpu is None else _cpu.environment
 
 _profiler_enabled = torch.autograd._profiler_enabled
 
-MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # out_residual is int16
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()} | {-2: torch.uint8}  # a summary
@@ -59,7 +58,6 @@ class CppBackend(Backend):
 
     name = "cpp"
     accepts_unchecked = _cpu is not None
-    max_head_dim = MAX_HEAD_DIM
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
@@ -68,7 +66,7 @@ class CppBackend(Backend):
         reasons = self.unavailable()
         if problem.device.type != "cpu":
             reasons.append(f"runs on cpu, not on {problem.device.type}")
-        return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
+        return reasons + kernel_limits(problem, DTYPES)
 
     def default_for(self, device_type: str) -> Extent:
         return "all" if device_type == "cpu" and not self.unavailable() else "none"

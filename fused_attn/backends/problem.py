@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -174,7 +175,7 @@ def _sharded(call: AnyCall) -> bool:
 
 
 def kernel_limits(
-    problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: int
+    problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: float = math.inf
 ) -> list[str]:
     """Return the reasons why kernels with these limits do not support a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]

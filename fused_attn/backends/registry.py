@@ -141,10 +141,7 @@ def backend_for_unchecked(
         backend = BACKENDS.get(wanted)
     else:
         backend = _first_on(device, verdicts.changes)
-        depends = backend is None or (
-            isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
-        )
-        if depends and call.is_resolved():
+        if backend is None and call.is_resolved():
             backend = choose(problem_of(call.validated()))[0]
     return backend if backend is not None and backend.accepts_unchecked else None
 

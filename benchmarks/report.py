@@ -34,8 +34,9 @@ GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm bac
 
 
 def plot(results: dict[str, Any], group: str, path: Path) -> None:
-    """Plot the speedups of a group's cases as bars by dtype, to a file."""
-    records = [r for r in results["records"] if r["group"] == group]
+    """Plot the speedups of a group's cases as bars by dtype, in the first layout, to a file."""
+    first = next(iter(tables.by_layout(results).values()))
+    records = [r for r in first if r["group"] == group]
     names = list(dict.fromkeys(r["name"] for r in records))
     dtypes = list(dict.fromkeys(r["dtype"] for r in records))
     figure, axes = plt.subplots(figsize=(1.2 + 0.7 * len(names), 3.6), layout="constrained")

@@ -113,6 +113,8 @@ class Runner:
             "group": group, "name": shape.name, "dtype": str(dtype).removeprefix("torch."),
             "source": shape.source,
         }  # fmt: skip
+        if isinstance(shape, Attention):
+            record["layout"] = shape.layout
         if self.gpu:
             mask = getattr(shape, "mask", "none").partition(":")[0]
             record |= {"backend": self.backend, "mask": mask}

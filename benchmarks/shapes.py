@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -29,6 +29,7 @@ class Attention:
     Attributes:
         mask: name of the mask in `fused-attn bench` (fused_attn/tools/cases.py).
         bias: add a learned bias to the scores; a backward then computes its gradient.
+        layout: layout of query, key and value; see `Shape.operands`.
         quick: include the problem in `make bench-quick`.
     """
 
@@ -39,6 +40,7 @@ class Attention:
     dropout_p: float = 0.0
     softcap: float | None = None
     bias: bool = False
+    layout: str = "transposed"
     quick: bool = False
 
     @property
@@ -59,7 +61,7 @@ class Attention:
 
     def operands(self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0) -> list[Tensor]:
         """Return random query, key, value and, if learned, bias. Equal seeds give equal tensors."""
-        operands = [*self.size.operands(dtype, device, seed).values()]
+        operands = [*self.size.operands(dtype, device, seed, self.layout).values()]
         if self.bias:
             generator = torch.Generator(device).manual_seed(seed)
             size = (self.size.num_heads, self.size.seqlen_q, self.size.seqlen_k)
@@ -154,6 +156,13 @@ def _attention(name: str, size: str, source: str, **options: Any) -> Attention:
     return Attention(name, Shape.parse(size), source, **options)
 
 
+def _both_layouts(problems: list[Attention]) -> list[Attention]:
+    """Return each problem, followed by its copy with contiguous operands, which is not quick."""
+    return [
+        p for given in problems for p in (given, replace(given, layout="contiguous", quick=False))
+    ]
+
+
 # ---- on the CPU ---------------------------------------------------------------------------------
 
 _BERT = "BERT-base layer (Devlin et al. 2019): 12 heads of 64"
@@ -224,7 +233,8 @@ def _sweep(head_dim: int, seqlen: int, name: str = "full", **options: Any) -> At
     heads = 2048 // head_dim
     size = Shape(32768 // seqlen, heads, heads, seqlen, seqlen, head_dim)
     source = _GPU_MASKS if options.keys() & {"mask", "bias"} else _SWEEP
-    return Attention(f"{name}-D{head_dim}-{seqlen // 1024}k", size, source, **options)
+    name = f"{name}-D{head_dim}-{seqlen // 1024}k"
+    return Attention(name, size, source, layout="contiguous", **options)
 
 
 _UNMASKED = [
@@ -249,7 +259,7 @@ _GPU_PACKED = _attention(
 _GPU_DECODE_STEPS = [
     _attention(
         f"decode-B{batch}-{length}k", f"{batch},32/8,1,{length * 1024},128", _LLAMA,
-        quick=(batch, length) == (64, 8),
+        layout="contiguous", quick=(batch, length) == (64, 8),
     )
     for batch, length in ((64, 8), (1, 8), (1, 64), (8, 8), (8, 64), (64, 32))
 ]  # fmt: skip
@@ -268,22 +278,23 @@ _GPU_NORMS = [
 Problems = dict[str, list[tuple[Any, ...]]]  # "cpu" or "gpu" -> (shape, dtype[, group]) tuples
 
 FORWARD: Problems = {
-    "cpu": [*product([*_ATTENTION, *DECODE_STEPS], (F32, BF16, F16))],
+    "cpu": [*product(_both_layouts([*_ATTENTION, *DECODE_STEPS]), (F32, BF16, F16))],
     "gpu": [
         *product([*_UNMASKED, *GPU_MASKED], [BF16]), (_sweep(128, 4096), F16),
         (_sweep(64, 4096), F32),
     ],
 }  # fmt: skip
 BACKWARD: Problems = {
-    "cpu": [*product(_ATTENTION, (F32, BF16, F16))],
+    "cpu": [*product(_both_layouts(_ATTENTION), (F32, BF16, F16))],
     "gpu": [
         *product([*_UNMASKED[:2], _UNMASKED[4], *GPU_MASKED], [BF16]),
         (_sweep(128, 4096, "dropout", dropout_p=0.1), BF16), (_sweep(128, 4096), F16),
     ],
 }  # fmt: skip
-TRAINING: Problems = {"cpu": [*product(_TRAINING, (F32, BF16, F16))]}
+TRAINING: Problems = {"cpu": [*product(_both_layouts(_TRAINING), (F32, BF16, F16))]}
 DECODE: Problems = {"gpu": [*product(_GPU_DECODE_STEPS, [BF16])]}
-CALL: Problems = {"gpu": [(_attention("call", "1,8,32,32,64", "call overhead", quick=True), BF16)]}
+_CALL = _attention("call", "1,8,32,32,64", "call overhead", layout="contiguous", quick=True)
+CALL: Problems = {"gpu": [(_CALL, BF16)]}
 PACKED: Problems = {
     "cpu": [*product(_PACKED, (F32, BF16, F16), ["packed"])],
     "gpu": [
@@ -308,8 +319,10 @@ def cases(problems: Problems) -> list[Any]:
 
 
 def _id(problem: tuple[Any, ...]) -> str:
-    shape, dtype, *group = problem
-    return "-".join([shape.name, str(dtype).removeprefix("torch."), *group]).replace(" ", "_")
+    shape, dtype, *rest = problem
+    if getattr(shape, "layout", "") == "contiguous":
+        rest.append(shape.layout)
+    return "-".join([shape.name, str(dtype).removeprefix("torch."), *rest]).replace(" ", "_")
 
 
 def aims(group: str, shape: Any) -> dict[str, float]:

@@ -12,6 +12,7 @@ from shapes import DECODE_STEPS
 from fused_attn.tools.terminal import aligned
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+LAYOUTS = ("transposed", "contiguous")  # models pass transposed operands
 _CACHES = {shape.name: shape for shape in DECODE_STEPS}
 LENGTH_WAYS = ("eager", "sdpa", "fused_attn")
 GPU_HEADER = ["case", "ms", "throughput", "% of ceiling", "fastest peer", "speedup", "targets"]
@@ -23,28 +24,44 @@ _TARGETS = {
 }
 
 
+def by_layout(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the records by layout, transposed first. Records of norms are with the first layout.
+
+    In results that state no layout, the operands are contiguous.
+    """
+    measured = {record.get("layout") for record in results["records"]}
+    layouts = [layout for layout in LAYOUTS if layout in measured] or ["contiguous"]
+    return {
+        layout: [r for r in results["records"] if r.get("layout", layouts[0]) == layout]
+        for layout in layouts
+    }
+
+
 def cpu(results: dict[str, Any]) -> str:
-    """Return a Markdown table of speedups over torch, with one row per case."""
+    """Return Markdown tables of speedups over torch: one per layout, with one row per case."""
     ceilings = results["ceilings"]
-    by_case: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in results["records"]:
-        by_case.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
     about = (
         f"{_cpu_machine(results)}. Ceilings measured in the same run: matmul "
         f"{', '.join(f'{ceilings[dtype]:,.0f} {short}' for dtype, short in DTYPES.items())} "
         f"GFLOP/s (float32 FMA {ceilings['multiply_add']:.0f}); read {ceilings['read']:.0f} GB/s, "
         f"copy {ceilings['copy']:.0f} GB/s."
     )
-    rows = [
-        [title(group, name), *(_cpu_cell(records.get(dtype), ceilings) for dtype in DTYPES)]
-        for (group, name), records in by_case.items()
-    ]
+    parts = [about]
+    for layout, records in by_layout(results).items():
+        by_case: dict[tuple[str, str], dict[str, Any]] = {}
+        for record in records:
+            by_case.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
+        rows = [
+            [title(*case), *(_cpu_cell(of_dtype.get(dtype), ceilings) for dtype in DTYPES)]
+            for case, of_dtype in by_case.items()
+        ]
+        parts.append(page(f"Attention operands: {layout}.", ["case", *DTYPES], rows))
     below = (
         "Cells show milliseconds, speedup over torch, and percent of the ceiling: matmul of that "
         "type, read bandwidth (decode) or copy bandwidth (norms). The shapes are in "
         "benchmarks/shapes.py."
     )
-    return page(about, ["case", *DTYPES], rows, below)
+    return "\n\n".join([*parts, below])
 
 
 def _cpu_machine(results: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The command `fused-attn bench`: attention against torch's F.scaled_dot_product_attention.
 
-Both receive the same mask, and their calls alternate. fused_attn is timed only if its results are
-within the numerics contract. SDPA is timed only if its results show that it computes the same
-problem.
+Both receive the same mask and the same (batch, seqlen, heads, head_dim) tensors, transposed as in
+models, and their calls alternate. fused_attn is timed only if its results are within the numerics
+contract. SDPA is timed only if its results show that it computes the same problem.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measure(
     # The gradient of the bias is a sum over all sequences.
     sample = shape.reduced(shape.batch if bias else None)
     layout = (_Packed if packed else _Padded)(shape, sample, device)
-    padded = shape.operands(torch_dtype, device)
+    padded = shape.operands(torch_dtype, device, layout="transposed")
     own_mask = make_mask(mask, shape)
     own_mask = None if own_mask is None else own_mask.to(device)
     if bias:

@@ -73,23 +73,34 @@ class Shape:
         return 2 * self.batch * self.num_heads_kv * self.seqlen_k * self.head_dim * dtype.itemsize
 
     def operands(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        layout: str = "contiguous",
     ) -> dict[str, Tensor]:
         """Return random query, key and value, each (batch, heads, seqlen, head_dim), by name.
 
         Equal seeds give equal tensors on the same device and in the same dtype.
+
+        Args:
+            layout: "contiguous", or "transposed" for views of (batch, seqlen, heads, head_dim)
+                tensors, as models pass them.
         """
         generator = torch.Generator(device).manual_seed(seed)
         # On a GPU, draw in dtype: a float32 copy of a long 16-bit KV cache needs twice its memory.
         drawn = dtype if generator.device.type == "cuda" else torch.float32
         sizes = {"query": (self.num_heads, self.seqlen_q)}
         sizes |= dict.fromkeys(("key", "value"), (self.num_heads_kv, self.seqlen_k))
-        return {
+        operands = {
             name: torch.randn(
                 self.batch, *size, self.head_dim, generator=generator, dtype=drawn, device=device
             ).to(dtype)
             for name, size in sizes.items()
         }
+        if layout == "contiguous":
+            return operands
+        return {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in operands.items()}
 
     def reduced(self, batch: int | None = None) -> Shape:
         """Return the shape with fewer sequences and heads, to limit its scores to MAX_SCORES.

@@ -18,6 +18,10 @@ def test_shapes():
     assert [tuple(t.shape) for t in operands.values()] == [
         (2, 8, 512, 64), (2, 2, 256, 64), (2, 2, 256, 64),
     ]  # fmt: skip
+    transposed = shape.operands(torch.bfloat16, layout="transposed")
+    for name, tensor in operands.items():
+        assert torch.equal(transposed[name], tensor)
+        assert tensor.is_contiguous() and transposed[name].transpose(1, 2).is_contiguous()
     assert make_mask("none", shape) is None
 
 

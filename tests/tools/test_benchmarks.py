@@ -128,10 +128,12 @@ def test_norm(shape, group, runner):
 
 
 CPU_ATTENTION = [
-    ("backward", shape)
-    for shape, dtype in shapes.BACKWARD["cpu"]
-    if dtype == BF16 and (shape.masked or shape.softcap)
-] + [("training", shape) for shape, dtype in shapes.TRAINING["cpu"] if dtype == BF16]
+    (group, shape)
+    for group, problems in (("backward", shapes.BACKWARD), ("training", shapes.TRAINING))
+    for shape, dtype in problems["cpu"]
+    if dtype == BF16 and shape.layout == "transposed"
+    if shape.masked or shape.softcap or shape.dropout_p
+]
 
 
 @pytest.mark.parametrize(("group", "shape"), CPU_ATTENTION, ids=lambda v: getattr(v, "name", v))
@@ -141,6 +143,24 @@ def test_attention_on_a_cpu(group, shape, runner):
     benchmarks.attention(runner, group, small(shape), BF16, passes, work={})
     assert not runner.records[0]["not_available"]
     assert runner.records[0]["speedup"].keys() == {"sdpa", "eager"}
+    assert runner.records[0]["layout"] == "transposed"
+
+
+def test_layouts_of_a_problem():
+    first, second = (shape for shape, dtype in shapes.FORWARD["cpu"][::3][:2])
+    assert (first.name, first.quick) == (second.name, True) and not second.quick
+    for tensor, other in zip(first.operands(BF16), second.operands(BF16), strict=True):
+        assert torch.equal(tensor, other) and other.is_contiguous()
+        assert tensor.transpose(1, 2).is_contiguous() and not tensor.is_contiguous()
+
+
+def test_tables_of_both_layouts():
+    forward = {"group": "forward", "name": "long", "dtype": "float32"}
+    norm = {"group": "norm forward", "name": "bert", "dtype": "float32"}
+    contiguous, transposed = forward | {"layout": "contiguous"}, forward | {"layout": "transposed"}
+    layouts = tables.by_layout({"records": [contiguous, transposed, norm]})
+    assert [*layouts.items()] == [("transposed", [transposed, norm]), ("contiguous", [contiguous])]
+    assert tables.by_layout({"records": [forward, norm]}) == {"contiguous": [forward, norm]}
 
 
 def test_packed_on_a_cpu(runner):

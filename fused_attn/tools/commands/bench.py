@@ -45,7 +45,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shape", type=_shape, nargs="+", action="extend",
         metavar="B,H,LQ,LK,D", help="batch, heads (or heads/heads of keys), lengths of queries and "
-        "keys, head_dim; default 2,8,512,512,64",
+        "keys, head_dim; default 2,8,512,512,64; tensors are transposed, as in models",
     )  # fmt: skip
     command.add_argument(
         "--mask", type=_listed, action="extend", metavar="MASK,...",

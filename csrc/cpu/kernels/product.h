@@ -144,8 +144,10 @@ class NumberProduct {
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
                        A* columns = nullptr, Between& between = kNothing) {
-    gemm<Numbers<A>, kLayout, kInto, kSteps>(m, k, a.data, a.stride, b.data, b.stride, c, ldc,
-                                             columns, between);
+    // 16-bit results round more than float32 sums of any length.
+    constexpr int64_t kOwnSteps = sizeof(T) == 2 ? kAllSteps : kSteps;
+    gemm<Numbers<A>, kLayout, kInto, kOwnSteps>(m, k, a.data, a.stride, b.data, b.stride, c, ldc,
+                                                columns, between);
   }
 };
 

@@ -39,6 +39,10 @@ constexpr int64_t kSumSteps = 16;
 // Steps for dO V^T, whose elements are large. Their rounding error remains if dS is a small
 // difference. With 8, the error of dQ halves in rows that one key dominates.
 constexpr int64_t kShortSumSteps = 8;
+// Steps of a sum for operands of type T: 16-bit results round more than float32 sums of any length.
+// With partial sums, their forward took 12 to 17 % longer (AVX2).
+template <class T, int64_t kSteps>
+constexpr int64_t kStepsOf = sizeof(T) == 2 ? kAllSteps : kSteps;
 
 template <class T>
 class NumberProduct {
@@ -144,10 +148,8 @@ class NumberProduct {
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
                        A* columns = nullptr, Between& between = kNothing) {
-    // 16-bit results round more than float32 sums of any length.
-    constexpr int64_t kOwnSteps = sizeof(T) == 2 ? kAllSteps : kSteps;
-    gemm<Numbers<A>, kLayout, kInto, kOwnSteps>(m, k, a.data, a.stride, b.data, b.stride, c, ldc,
-                                                columns, between);
+    gemm<Numbers<A>, kLayout, kInto, kStepsOf<T, kSteps>>(m, k, a.data, a.stride, b.data, b.stride,
+                                                          c, ldc, columns, between);
   }
 };
 

@@ -38,12 +38,12 @@ class RowProducts {
       load_columns(key, stride, t, min64(t + kKeys, n), dim, between);
       int64_t r = 0;
       for (; r + 2 <= count; r += 2) {
-        multiply_rows<kSteps, 2>(dim, rows + r * row_stride, row_stride,
-                                 products + r * product_stride + t, product_stride);
+        multiply_rows<kStepsOf<T, kSteps>, 2>(dim, rows + r * row_stride, row_stride,
+                                              products + r * product_stride + t, product_stride);
       }
       if (r < count) {
-        multiply_rows<kSteps, 1>(dim, rows + r * row_stride, row_stride,
-                                 products + r * product_stride + t, product_stride);
+        multiply_rows<kStepsOf<T, kSteps>, 1>(dim, rows + r * row_stride, row_stride,
+                                              products + r * product_stride + t, product_stride);
       }
     }
   }

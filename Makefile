@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -254,6 +254,16 @@ bench: env third-party ## run all benchmarks against other libraries; write resu
 	$(BENCH) $(LENGTHS) --results lengths.json
 	$(BIN)/python benchmarks/calls.py --threads 1 --json benchmarks/results/calls.json
 	$(BIN)/python benchmarks/busy.py --output benchmarks/results/busy.json
+	$(BIN)/python benchmarks/report.py
+
+# vLLM and zentorch need the pinned torch. pip reports libraries that it cannot install.
+RIVALS = build/rivals
+bench-rivals: env ## compare attention and encoders with other CPU libraries: docs/rivals.md
+	$(SAY) "the libraries, a few minutes the first time; the benchmark: a quarter of an hour"
+	@mkdir -p $(RIVALS); grep -v '^#' benchmarks/rivals.txt | while read -r library; do \
+		PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-compile --no-deps --upgrade \
+			--target $(RIVALS) "$$library" || echo "make: without $$library"; done
+	HF_HUB_OFFLINE=1 PYTHONPATH="$(CURDIR)/$(RIVALS)" $(BIN)/python benchmarks/rivals.py
 	$(BIN)/python benchmarks/report.py
 
 bench-models: env ## benchmark whole models with padded batches

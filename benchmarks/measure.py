@@ -71,7 +71,7 @@ class CpuMeter:
         threads = torch.get_num_threads()
         for _ in range(3):
             before = self.module.multiply_add_peak(threads)
-            result = self._medians(ways)
+            result = self.medians(ways)
             after = self.module.multiply_add_peak(threads)
             if abs(after / before - 1) < THROTTLE_LIMIT:
                 return result
@@ -81,7 +81,8 @@ class CpuMeter:
 
     host_seconds = seconds
 
-    def _medians(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+    def medians(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """Return median seconds, whatever the machine's speed. Ratios of them are comparable."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         begin = time.perf_counter()
         for turn in range(MAX_ROUNDS):

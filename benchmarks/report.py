@@ -10,6 +10,7 @@ import examples_table
 import gpu_tables
 import matplotlib
 import readme_table
+import rival_tables
 import tables
 
 matplotlib.use("Agg")
@@ -30,6 +31,8 @@ BUSY_BEGIN, BUSY_END = "<!-- busy: begin -->", "<!-- busy: end -->"
 ENGINES_PAGE = HERE.parent / "docs" / "engines.md"
 CHECKS_BEGIN, CHECKS_END = "<!-- gpu checks: begin -->", "<!-- gpu checks: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
+RIVALS_PAGE = HERE.parent / "docs" / "rivals.md"
+RIVALS_BEGIN, RIVALS_END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
 
@@ -79,6 +82,13 @@ def main() -> None:
     write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, trained)
     checks = gpu_tables.all_of(gpu_sessions(), gpu_tables.engines)
     write_into(ENGINES_PAGE, CHECKS_BEGIN, CHECKS_END, checks)
+    compared = []
+    for path in sorted((HERE / "results").glob("rivals-*.json")):
+        results = json.loads(path.read_text())
+        rival_tables.draw(results, path.with_suffix(".svg"))
+        drawn = f"../benchmarks/results/{path.stem}.svg"
+        compared.append(rival_tables.markdown(results, drawn))
+    write_into(RIVALS_PAGE, RIVALS_BEGIN, RIVALS_END, "\n\n".join(compared))
 
 
 def cpus() -> dict[str, dict[str, Any]]:

@@ -49,8 +49,7 @@ def flash_attn_varlen_func(
             copied.
         seqused_q, seqused_k: (batch,) integers; numbers of rows of each sequence that are used.
             Others are ignored, and are 0 in the result. The rows in use are copied.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, learnable_sink, keywords: as in flash_attn_func.
+        keywords: as in flash_attn_func, as are all other arguments.
 
     Returns:
         out, (total_q, num_heads, head_dim_v). With return_attn_probs, also lse, (num_heads,

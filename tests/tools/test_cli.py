@@ -109,7 +109,6 @@ def test_version(capsys):
         (["bench", "--repeats", "0"], ["positive integer"]),
         (["bench", "--dropout", "1.5"], ["must be in [0, 1)", "'1.5'"]),
         (["bench", "--shape", "100000,64,100000,100000,64"], ["GiB of memory"]),
-        (["bench", *SMALL, "--backend", "cpp", "--shape", "1,1,8,8,300"], ["up to 256, not 300"]),
         (["bench", "--json", "no/such/folder.json"], ["no/such/folder.json"]),
         (["verify", "--backend", "moon"], ["'moon'", "'cuda'", "'triton'"]),
         (["compare", "no/such/folder"], ["module:function", "'no/such/folder'"]),

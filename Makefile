@@ -259,7 +259,7 @@ bench: env third-party ## run all benchmarks against other libraries; write resu
 # vLLM and zentorch need the pinned torch. pip reports libraries that it cannot install.
 RIVALS = build/rivals
 bench-rivals: env ## compare attention and encoders with other CPU libraries: docs/rivals.md
-	$(SAY) "the libraries, a few minutes the first time; the benchmark: a quarter of an hour"
+	$(SAY) "the libraries, a few minutes the first time; the benchmark: half an hour"
 	@mkdir -p $(RIVALS); grep -v '^#' benchmarks/rivals.txt | while read -r library; do \
 		PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-compile --no-deps --upgrade \
 			--target $(RIVALS) "$$library" || echo "make: without $$library"; done

@@ -104,13 +104,8 @@ def openvino(shape: Attention, operands: Operands) -> Call:
         rows.append(visible.contiguous())
     node = ops.scaled_dot_product_attention(*heads, *inputs[3:], causal=causal)
     model = ov.Model([ops.result(ops.transpose(node, [0, 2, 1, 3]))], inputs, "attention")
-    options = {
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "INFERENCE_PRECISION_HINT": element,
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,
-    }
-    request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
+    compiled = ov.Core().compile_model(model, "CPU", openvino_options(element))
+    request = compiled.create_infer_request()
     for i, tensor in enumerate(rows):
         request.set_input_tensor(i, _openvino_tensor(ov, tensor))
 
@@ -121,6 +116,16 @@ def openvino(shape: Attention, operands: Operands) -> Call:
         return data.reshape(rows[0].shape).transpose(1, 2)
 
     return Call(request.infer, out)
+
+
+def openvino_options(precision: Any) -> dict[str, Any]:
+    """Return the options of compile_model for a type of OpenVINO, or its name."""
+    return {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": precision,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
 
 
 def _repeated(ops: Any, heads: Any, shape: Attention, group: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import CpuMeter
-from rival_attention import attempt
+from rival_attention import attempt, openvino_options
 from torch import Tensor
 from torch.nn import Module
 
@@ -156,13 +156,9 @@ def in_openvino(path: Path, precision: str) -> Run:
     import numpy as np
     import openvino as ov
 
-    options = {
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "INFERENCE_PRECISION_HINT": precision,
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,
-    }
-    request = ov.Core().compile_model(path, "CPU", options).create_infer_request()
+    request = (
+        ov.Core().compile_model(path, "CPU", openvino_options(precision)).create_infer_request()
+    )
 
     def run(inputs: Inputs) -> Tensor:
         feeds = {name: tensor.numpy() for name, tensor in inputs.items()}

@@ -84,7 +84,7 @@ def measure(shape: Attention, dtype: torch.dtype, meter: CpuMeter) -> dict[str, 
         if isinstance(call, str):
             failed[name] = call
         else:
-            calls[name] = call
+            calls[name] = call  # keeps the operands that OpenVINO reads in place
     record = {
         "name": shape.name, "size": str(shape.size), "mask": shape.mask, "dtype": name_of(dtype),
         "threads": torch.get_num_threads(), "failed": failed,

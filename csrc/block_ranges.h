@@ -41,16 +41,18 @@ struct SequenceRows {
   int64_t batch, first, count;
 };
 
-FUSED_ATTN_HOST_DEVICE SequenceRows sequence_rows(const int64_t* cu_seqlens, int64_t b,
+FUSED_ATTN_HOST_DEVICE SequenceRows sequence_rows(const AttentionParams& p,
+                                                  const int64_t* cu_seqlens, int64_t b,
                                                   int64_t seqlen) {
   if (cu_seqlens == nullptr) return {b, 0, seqlen};
-  return {0, cu_seqlens[b], cu_seqlens[b + 1] - cu_seqlens[b]};
+  const bool left_out = p.left_out != nullptr && p.left_out[b] != 0;
+  return {0, cu_seqlens[b], left_out ? 0 : cu_seqlens[b + 1] - cu_seqlens[b]};
 }
 FUSED_ATTN_HOST_DEVICE SequenceRows query_rows(const AttentionParams& p, int64_t b) {
-  return sequence_rows(p.cu_seqlens_q, b, p.seqlen_q);
+  return sequence_rows(p, p.cu_seqlens_q, b, p.seqlen_q);
 }
 FUSED_ATTN_HOST_DEVICE SequenceRows key_rows(const AttentionParams& p, int64_t b) {
-  return sequence_rows(p.cu_seqlens_k, b, p.seqlen_k);
+  return sequence_rows(p, p.cu_seqlens_k, b, p.seqlen_k);
 }
 
 // Returns the index into lse of the first row of head h of sequence b.

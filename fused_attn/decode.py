@@ -138,7 +138,7 @@ def decode_attention(
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None and needs_grad(sinks):
         raise ValueError(NO_GRAD.format(name="sinks"))
-    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
+    options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
     call = None

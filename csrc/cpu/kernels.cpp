@@ -10,6 +10,7 @@
 #include "cpu/kernels/attention_decode.h"
 #include "cpu/kernels/attention_fwd.h"
 #include "cpu/kernels/attention_weights.h"
+#include "cpu/kernels/sequence_choice.h"
 #endif
 
 namespace fused_attn {
@@ -35,12 +36,17 @@ bool wants_tiles(const AttentionParams&) { return false; }
 template <class T>
 struct Forward {
   static bool run(const TilePasses* tiles, const AttentionParams& p) {
-    if (AttentionDecode<T>::pays_off(p)) {
-      if (tiles != nullptr && tiles->supports_decode(p)) return tiles->decode(p);
-      return own::attention_decode(p);
-    }
-    if (tiles != nullptr && wants_tiles(p)) return tiles->forward(p);
-    return AttentionFwd<T>::run(p);
+    const auto is_few = [&](int64_t queries, int64_t keys) {
+      return AttentionDecode<T>::pays_off(p, queries, keys);
+    };
+    const auto few = [&](const AttentionParams& part) {
+      if (tiles != nullptr && tiles->supports_decode(part)) return tiles->decode(part);
+      return own::attention_decode(part);
+    };
+    return by_sequence(p, is_few, few, [&](const AttentionParams& part) {
+      if (tiles != nullptr && wants_tiles(part)) return tiles->forward(part);
+      return AttentionFwd<T>::run(part);
+    });
   }
 };
 
@@ -51,11 +57,24 @@ struct Backward {
     if (tiles != nullptr && wants_tiles(p.fwd) && tiles->supports_backward(p)) {
       return tiles->backward(p) && (tiles->supports_bias(p) || run_bias(p));
     }
-    const bool few = AttentionBwdRows<T>::pays_off(p);
-    return (few ? own::attention_bwd_rows(p) : AttentionBwd<T>::run(p)) && run_bias(p);
+    const auto is_few = [&](int64_t queries, int64_t keys) {
+      return AttentionBwdRows<T>::pays_off(p, queries, keys);
+    };
+    const auto few = [&](const AttentionParams& part) {
+      return own::attention_bwd_rows(of_part(p, part));
+    };
+    const auto query_tiles = [&](const AttentionParams& part) {
+      return AttentionBwd<T>::run(of_part(p, part));
+    };
+    return by_sequence(p.fwd, is_few, few, query_tiles) && run_bias(p);
   }
 
  private:
+  static AttentionBwdParams of_part(AttentionBwdParams p, const AttentionParams& part) {
+    p.fwd = part;
+    return p;
+  }
+
   static bool run_bias(const AttentionBwdParams& p) {
     return p.grad_bias == nullptr || AttentionBwdBias<T>::run(p);
   }

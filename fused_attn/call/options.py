@@ -50,6 +50,9 @@ class AttentionOptions(Flat):
         partial: True for a partial result, over some of the keys, which the caller merges with
             others. out and all gradients then have the statistics dtype (float32 for 16-bit
             tensors), and the backward receives the merged out and lse.
+        decoding: True if the queries are the last rows of sequences of any length. Kernels are then
+            chosen by the number of queries alone, so the bits of a sequence do not depend on the
+            lengths of others.
     """
 
     scale: float
@@ -58,6 +61,7 @@ class AttentionOptions(Flat):
     seed: Tensor | None = None
     dropout_offsets: Tensor | None = None
     partial: bool = False
+    decoding: bool = False
 
     def prepare(self, head_dim: int) -> bool:
         """Set the default scale of an unchecked call, and return True if all options are valid.
@@ -95,12 +99,17 @@ class AttentionOptions(Flat):
             dropout_p,
             checked_seed(self.seed, dropout_p, device),
             partial=self.partial,
+            decoding=self.decoding,
         )
 
     def validated(self) -> AttentionOptions:
         """Return the validated options of an unchecked call that a backend has accepted."""
         return AttentionOptions(
-            float(self.scale), self.softcap or 0.0, float(self.dropout_p), self.seed
+            float(self.scale),
+            self.softcap or 0.0,
+            float(self.dropout_p),
+            self.seed,
+            decoding=self.decoding,
         )
 
 

@@ -83,7 +83,7 @@ def decode_attention(
         RuntimeError: a rank failed or did not answer within the timeout of the process group.
     """
     groups = ranks_of(mesh)
-    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
+    options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     whole_mask, seqlen_new = None, 0
     shared: dict[str, int] = {}
     rows: dict[str, int] = {}

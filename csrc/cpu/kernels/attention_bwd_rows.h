@@ -21,8 +21,9 @@ class AttentionBwdRows {
  public:
   // Returns true if this kernel is faster than the query-tile kernels and recomputes the scores
   // with the same rounding. It has no gradient of weights.
-  static bool pays_off(const AttentionBwdParams& bwd) {
-    return bwd.grad_weights == nullptr && few_queries<T>(bwd.fwd);
+  static bool pays_off(const AttentionBwdParams& bwd, int64_t queries, int64_t keys) {
+    return bwd.grad_weights == nullptr && few_queries<T>(queries) &&
+           !is_self_attention(bwd.fwd, queries, keys);
   }
 
   static bool run(const AttentionBwdParams& bwd) {

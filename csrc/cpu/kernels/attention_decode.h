@@ -23,19 +23,21 @@ class AttentionDecode {
   static constexpr int64_t kTasksPerThread = 8;
 
  public:
-  // Returns true if this kernel is faster than the query-tile kernels, which take as long for one
-  // query as for a full tile. If a backward follows, the scores must have the rounding of the
-  // backward. Where one key has all the weight, rounding errors cancel only then.
-  static bool pays_off(const AttentionParams& p) {
-    if (few_queries<T>(p)) return true;
+  // Returns true if this kernel is faster for sequences of these lengths than the query-tile
+  // kernels, which take as long for one query as for a full tile. If a backward follows, the scores
+  // must have the rounding of the backward. Where one key has all the weight, rounding errors
+  // cancel only then. In decoding, `keys` is the longest of the batch and must not matter.
+  static bool pays_off(const AttentionParams& p, int64_t queries, int64_t keys) {
+    if (queries == 0 || is_self_attention(p, queries, keys)) return false;
+    if (few_queries<T>(queries)) return true;
     if (p.lse_residual != nullptr) return false;
-    const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
-    if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
+    const bool few = queries <= min64(kMaxQueries, kPanel<A>);
+    if (few && (p.decoding || keys >= 4 * queries)) return true;
     // With many keys, query tiles stall on memory, whereas this kernel reads at an even rate. For
     // 17 queries, 48 heads and 2,048 keys at head_dim 64 in float32, it takes 6.1 ms instead of
     // 12.5 ms. Query tiles are faster with fewer keys or more query rows.
-    const int64_t rows = DecodeShape<A>(p).rows;
-    return kTakesQueryTile && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
+    const int64_t rows = queries * (p.num_heads / max64(p.num_heads_kv, 1));
+    return kTakesQueryTile && rows <= kPanel<A> && (p.decoding || keys >= kLongKeys);
   }
 
   static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }

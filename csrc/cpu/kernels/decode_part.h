@@ -32,12 +32,20 @@ inline int64_t decode_keys(const AttentionParams& p, int64_t b) {
 // time and 0.90 in query tiles; 16 queries and 16 keys take 1.02 and 0.73.
 constexpr int64_t kFewQueries = 8;
 
-// Returns true if the kernels for few queries compute the forward and the backward, with and
-// without gradients. Only products of single numbers have the same rounding in both families of
-// kernels.
+// Returns true if a number of queries is small enough for these kernels to compute forward and
+// backward. Only products of single numbers have the same rounding in both families of kernels.
 template <class T>
-inline bool few_queries(const AttentionParams& p) {
-  return !Product<T>::kPairs && p.seqlen_q > 0 && p.seqlen_q <= kFewQueries;
+inline bool few_queries(int64_t queries) {
+  return !Product<T>::kPairs && queries > 0 && queries <= kFewQueries;
+}
+
+// Returns true if query tiles compute a sequence because it attends to itself. Padding would
+// otherwise change the kernel of a short sequence, and with it the bits. Shorter sequences than
+// kShortest take up to 2.5 times as long in query tiles (AMD Zen 3, 2 x 2, with gradients), 8 x 8
+// takes 0.9 times as long.
+inline bool is_self_attention(const AttentionParams& p, int64_t queries, int64_t keys) {
+  constexpr int64_t kShortest = 5;
+  return queries == keys && queries >= kShortest && !p.decoding;
 }
 
 // Partial result over a range of keys. Does not own its memory.

@@ -41,7 +41,7 @@ class DecodeRows {
         unit_(units_.natural),
         wide_qk_(round_up(p.head_dim, kLane)),
         by_columns_(kTransposes && shape.rows >= kMinColumns),
-        has_products_(!by_columns_ && few_queries<T>(p)) {}
+        has_products_(!by_columns_ && few_queries<T>(p.seqlen_q)) {}
 
   bool allocate() {
     return arena_.layout([&] { place(); });

@@ -14,7 +14,7 @@ from torch.nn import Module
 from fused_attn import nn
 from fused_attn.backends import default_backend
 from fused_attn.integrations.attention_in_code import attention_in
-from fused_attn.integrations.transformers.encoders import PackedStack
+from fused_attn.integrations.transformers.encoders import PackedEncoder
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
 from fused_attn.nn.transformer import TransformerEncoder
@@ -324,7 +324,7 @@ def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
     for name, module in model.named_modules():
         if isinstance(module, TransformerEncoder) and module.enable_nested_tensor:
             found.append((shown_name(name), module, "enable_nested_tensor"))
-        elif isinstance(module, PackedStack) and module.zeroes_padding:
+        elif isinstance(module, PackedEncoder) and module.zeroes_padding:
             found.append((shown_name(name), module, "zeroes_padding"))
     return found
 

@@ -98,6 +98,7 @@ def test_family(family, kernel_calls, monkeypatch):
     fused = copy.deepcopy(model).double()
     report = swap_modules(fused)
     inputs = cast(inputs_of(family), torch.float64)
+    kernel_calls.clear()  # swap_modules compares a packed batch with a padded one
     expected = run(Outputs(truth, family.outputs), (), inputs)
     assert not kernel_calls
     actual = run(Outputs(fused, family.outputs), (), inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pytest
@@ -23,7 +24,13 @@ BERT = {
     "max_position_embeddings": 30,
 }  # fmt: skip
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
-FAMILIES = {
+# Rotary embeddings, windows of 3 tokens to each side in some layers, a pooler.
+ROTARY = BERT | {
+    "type_vocab_size": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+STACKS = {
+    "Albert": BERT | {"embedding_size": 16},
     "Bert": BERT,
     "Camembert": BERT,
     "DistilBert": DISTILBERT,
@@ -31,6 +38,14 @@ FAMILIES = {
     "Roberta": BERT,
     "XLMRoberta": BERT,
 }
+MODELS = {
+    "EuroBert": ROTARY | {"num_key_value_heads": 2},
+    "Gte": ROTARY,
+    "JinaEmbeddingsV3": ROTARY,
+    "ModernBert": BERT | {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "NomicBert": ROTARY,
+}
+FAMILIES = STACKS | MODELS
 REAL = {
     "right": torch.arange(LENGTH) < torch.tensor([[4], [11], [2]]),
     "left": torch.arange(LENGTH) >= torch.tensor([[4], [0], [9]]),
@@ -39,7 +54,7 @@ REAL = {
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    torch.manual_seed(1)
 
 
 @pytest.fixture
@@ -86,9 +101,19 @@ def test_results_are_those_of_eager(name, padding, packings):
     fused = copy.deepcopy(eager)
     report = fused_attn.swap_modules(fused)
     expected = run(Tokens(eager, real), (), call)
-    assert_equal_in_float64(run(Tokens(fused, real), (), call), expected)
+    actual = run(Tokens(fused, real), (), call)
     assert len(packings) == 1 and packings[0] is not None
     assert not fused(**call).last_hidden_state[~real].any()
+    if name in MODELS:  # they round queries and keys to float32 for the rotary embedding
+        if name == "ModernBert":  # gradients of eager attention are NaN: windows of padding only
+            torch.testing.assert_close(actual["out0"], expected["out0"], atol=1e-5, rtol=1e-4)
+            padded = copy.deepcopy(eager)
+            fused_attn.swap_modules(padded, remove_padding=False)
+            expected = run(Tokens(padded, real), (), call)
+        for n, result in expected.items():
+            torch.testing.assert_close(actual[n], result, atol=1e-5, rtol=1e-4)
+        return
+    assert_equal_in_float64(actual, expected)
     single, ours = copy.deepcopy(eager).float(), copy.deepcopy(fused).float()
     truth = Tokens(copy.deepcopy(single).double(), real)
     results = (run(m, (), call) for m in (Tokens(ours, real), Tokens(single, real), truth))
@@ -127,7 +152,7 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
     fused(**call)
     assert seen == [(BATCH, LENGTH, 32)]
-    assert packings == [None, None]
+    assert packings == [None]  # the batch without a hook is not even considered
 
 
 @pytest.mark.parametrize(
@@ -203,8 +228,9 @@ def test_implementations_may_be_chosen_before_and_after(packings):
     assert packings[-1] is None
 
 
-def test_copies_and_pickles():
-    fused, call = model("Bert"), inputs(REAL["right"])
+@pytest.mark.parametrize("name", ["Bert", "ModernBert"])
+def test_copies_and_pickles(name):
+    fused, call = model(name), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
     file = io.BytesIO()
     torch.save(fused, file)
@@ -213,15 +239,13 @@ def test_copies_and_pickles():
     expected = fused(**call).last_hidden_state
     for other in (loaded, copy.deepcopy(fused)):
         assert torch.equal(other(**call).last_hidden_state, expected)
-    with pytest.raises(AttributeError, match="PackedGPT2"):
-        encoders.PackedGPT2  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
         pytest.param("Bert", False, marks=pytest.mark.thorough),
-        *(pytest.param(n, True, marks=pytest.mark.thorough) for n in FAMILIES),
+        *(pytest.param(n, True, marks=pytest.mark.thorough) for n in STACKS),
     ],
 )
 def test_compiled_encoders(name, packed):
@@ -236,3 +260,60 @@ def test_compiled_encoders(name, packed):
     # A graph gives what it does not use, as a pooler, a gradient of zeros.
     assert_equal_in_float64({name: results[name] for name in expected}, expected)
     assert backend.packs() == packed
+
+
+def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
+    """A packed batch is compared with the padded one before an encoder removes padding."""
+    stack = transformers.models.bert.modeling_bert.BertEncoder
+    forward = stack.forward
+
+    @functools.wraps(forward)
+    def centered(self, hidden_states, *args, **kwargs):
+        hidden_states = hidden_states - hidden_states[:, :1]
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(stack, "forward", centered)
+    fused = model("Bert")
+    report = fused_attn.swap_modules(fused)
+    assert type(fused.encoder) is stack and not any("padded" in note for note in report.notes)
+    assert any("already fused" in note for note in fused_attn.swap_modules(fused).notes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_models_stay_padded(name):
+    eager, call = model(name), inputs(REAL["right"])
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    torch.compiler.reset()
+    fused.compile(backend="eager")
+    with torch.no_grad():
+        out, expected = (m(**call).last_hidden_state for m in (fused, eager))
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(out[REAL["right"]], expected[REAL["right"]], **close)
+    assert not out[~REAL["right"]].any()
+
+
+def test_arguments_of_models_with_rotary_embeddings(packings):
+    """Positions, token types and embeddings are packed; tuples and recorded layers are padded."""
+    eager, call = model("Gte"), inputs(REAL["left"])
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    real, tokens = REAL["left"], call.pop("input_ids")
+    embeds = {"inputs_embeds": eager.get_input_embeddings()(tokens)}
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    for arguments, packs in (
+        ({"input_ids": tokens, "token_type_ids": tokens % 2, "position_ids": positions}, True),
+        (embeds, True),
+        ({"input_ids": tokens, "position_ids": positions[1:2]}, True),
+        ({"input_ids": tokens, "return_dict": False}, False),
+        ({"input_ids": tokens, "output_hidden_states": True}, False),
+    ):
+        packings.clear()
+        out, expected = (m(**call, **arguments)[0] for m in (fused, eager))
+        torch.testing.assert_close(out[real], expected[real], atol=1e-5, rtol=1e-4)
+        assert not out[~real].any()
+        assert [packing is not None for packing in packings] == [True] * packs
+    call["attention_mask"] = torch.tensor([[1, 0, 1]]).repeat(3, 1)
+    out, expected = (m(tokens[:, :3], **call)[0] for m in (fused, eager))
+    torch.testing.assert_close(out[:, ::2], expected[:, ::2], atol=1e-5, rtol=1e-4)
+    assert packings[-1] is None  # padding between real tokens

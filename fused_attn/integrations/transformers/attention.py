@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from fused_attn import functional, masks, varlen
 from fused_attn.call.handlers import heads
+from fused_attn.integrations.transformers.encoders import PACKING, arguments_of
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
 from fused_attn.integrations.transformers.paged import packed_arguments
 from fused_attn.masks import Mask
@@ -107,6 +108,14 @@ def attention_forward(
     mask = attention_mask
     if isinstance(mask, Tensor):
         mask = mask_of_tensor(mask, query, key)
+    if PACKING in kwargs:
+        unsupported = {
+            "position_bias": position_bias is not None,
+            "indices": indices is not None,
+            "causal attention": bool(is_causal) and mask is None,
+        }
+        packed = arguments_of(kwargs[PACKING], mask, unsupported)
+        return _attend_packed(module, query, key, value, options | packed), None
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask.to(torch.bool)[:, None, None, :]

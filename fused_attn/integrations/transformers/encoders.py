@@ -1,20 +1,29 @@
-"""Padding removal for the encoder stacks of Hugging Face transformers models.
+"""Padding removal for the encoders of Hugging Face transformers models.
 
-The layers of the stacks below process each token independently, except in attention. A padded batch
-is therefore packed before the stack and unpacked after it.
+The layers of most encoders process each token independently, except in attention. A padded batch
+is therefore packed before the layers and unpacked after them. Two kinds of modules are found by the
+signature of their forward:
+
+- stacks of layers, as BertEncoder, which take hidden states and a mask;
+- models that pass positions to their layers, as ModernBERT with rotary embeddings. They are packed
+  before the embeddings.
+
+Before one of them removes padding, `is_exact` compares a packed batch with the padded one.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from fused_attn.masks import Mask
 from fused_attn.nn.packing import (
     TOKENWISE_MODULES,
     Packing,
@@ -26,36 +35,64 @@ from fused_attn.nn.packing import (
 )
 
 NAME = "fused_attn"  # name of the attention implementation
+PACKING = "fused_attn_packing"  # keyword argument that brings a Packing to the attention
 
-# Maps a package under transformers.models to the class name of its encoder stack.
-_STACKS = {
-    "bert": "BertEncoder",
-    "camembert": "CamembertEncoder",
-    "distilbert": "Transformer",
-    "electra": "ElectraEncoder",
-    "roberta": "RobertaEncoder",
-    "xlm_roberta": "XLMRobertaEncoder",
-}
+# Arguments of decoders, which attend to a cache or to another model.
+_OF_DECODERS = {"cache", "past_key_values", "encoder_hidden_states"}
 
 
-class PackedStack(Module):
-    """Base class of encoder stacks that pack padded batches without changing real tokens.
+class PackedEncoder(Module):
+    """Base class of encoders that pack padded batches without changing real tokens.
 
     Attributes:
+        source: the original class, which is the other base class.
         zeroes_padding: if True, padded rows of the result are 0, packed or not, so the result does
             not depend on the amount of padding. If False, packing is disabled, and padded rows have
-            the original stack's values. `swap_modules(model, remove_padding=False)` sets it to
+            the original encoder's values. `swap_modules(model, remove_padding=False)` sets it to
             False.
     """
 
+    source: ClassVar[type[Module]]
     zeroes_padding = True
 
+    def is_exact(self) -> bool:
+        """Return True if a small packed batch has the results of the padded one.
+
+        An error, or a module that may not be packed, means False: the encoder then runs as before.
+        """
+        if not all(_is_tokenwise(module, self) for module in self.modules()):
+            return False  # hooks would see the sample
+        try:
+            with torch.no_grad(), _evaluating(self):
+                device = _weight(self).device
+                lengths = torch.tensor([[9], [5]], device=device)
+                real = torch.arange(9, device=device) < lengths
+                packing = cast(Packing, packing_of(~real, None, False, batch_first=True))
+                inputs = self._sample(real)
+                padded = self.source.forward(self, **inputs)
+                return _agree(padded, self._packed(packing, **inputs), real)
+        except Exception:
+            return False
+
+    def _sample(self, real: Tensor) -> dict[str, Any]:
+        """Return random arguments of forward for a padded batch."""
+        raise NotImplementedError
+
+    def _packed(self, packing: Packing, **inputs: Any) -> Any:
+        """Return the output of forward, computed on the packed batch."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle and copy look up classes by name and would not find a class created at run time.
+        _, _, *state = cast(tuple[Any, ...], Module.__reduce_ex__(self, max(protocol, 2)))
+        return _unpickled, (self.source,), *state
+
+
+class PackedStack(PackedEncoder):
+    """Base class of stacks of layers that pack padded batches."""
+
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the stack, on the packed batch if attention_mask has enough padding.
 
@@ -70,51 +107,187 @@ class PackedStack(Module):
             `zeroes_padding` is True.
         """
         run: Callable[..., Any] = super().forward
-        if args or _attends_elsewhere(kwargs):
+        if args or not all(map(_is_plain, kwargs.values())):
             return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
-        packing = outside_graphs(_packing, hidden_states, attention_mask, self)
+        real, packing = attention_mask[:, 0, 0], None
+        if not _observed(self, kwargs):
+            packing = outside_graphs(_packing, hidden_states, real, self)
         if packing is None:
-            output = run(hidden_states, attention_mask, **kwargs)
-            hidden = attention_mask[:, 0, 0, :, None].logical_not()
-            output.last_hidden_state = output.last_hidden_state.masked_fill(hidden, 0.0)
-        else:
-            output = run(packing.pack(hidden_states), packing, **kwargs)
-            output.last_hidden_state = packing.unpack(output.last_hidden_state, hidden_states.shape)
+            return _zeroed(run(hidden_states, attention_mask, **kwargs), real)
+        return self._packed(packing, hidden_states, attention_mask, **kwargs)
+
+    def _packed(  # type: ignore[override]
+        self, packing: Packing, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any
+    ) -> Any:
+        run: Callable[..., Any] = super().forward
+        output = run(packing.pack(hidden_states), packing, **kwargs)
+        shape = hidden_states.shape
+        output.last_hidden_state = packing.unpack(output.last_hidden_state, shape)
         return output
 
+    def _sample(self, real: Tensor) -> dict[str, Any]:
+        generator, weight = torch.Generator().manual_seed(0), _weight(self)
+        hidden = torch.randn(*real.shape, weight.shape[-1], generator=generator).to(weight)
+        return {"hidden_states": hidden, "attention_mask": real[:, None, None]}
 
-def fused_stack(stack: type[Module]) -> type[Module] | None:
-    """Return the packing subclass of an encoder stack class; None if it is not supported."""
-    *_, package, module = ("", *stack.__module__.split("."))
-    if _STACKS.get(package) != stack.__name__ or module != f"modeling_{package}":
+
+class PackedModel(PackedEncoder):
+    """Base class of models that pack padded batches before the embeddings.
+
+    The attention receives the Packing as an additional keyword argument of the model, which passes
+    it on. Compiled models stay padded.
+    """
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the model, on the packed batch if attention_mask has enough padding.
+
+        Args:
+            input_ids: (batch, seqlen) integers, or None with inputs_embeds.
+            attention_mask: mask of the original model. The batch can be packed only if this is
+                (batch, seqlen), nonzero for real tokens, which must be contiguous.
+            args, kwargs: other arguments of the original model.
+
+        Returns:
+            The output of the original model. With such a mask, padded rows of the last hidden state
+            are 0 if `zeroes_padding` is True.
+        """
+        run: Callable[..., Any] = super().forward
+        tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        if args or not self.zeroes_padding or not _is_token_mask(tokens, attention_mask):
+            return run(input_ids, attention_mask, *args, **kwargs)
+        real, packing = attention_mask.to(torch.bool), None
+        known = all(_is_plain(x) or _is_of_tokens(x, real.shape) for x in kwargs.values())
+        if known and not torch.compiler.is_compiling() and not _observed(self, kwargs):
+            packing = _packing(_weight(self), real, self)
+        if packing is None:
+            return _zeroed(run(input_ids, attention_mask, **kwargs), real)
+        return self._packed(packing, input_ids, attention_mask, **kwargs)
+
+    def _packed(  # type: ignore[override]
+        self, packing: Packing, input_ids: Tensor | None, attention_mask: Tensor, **kwargs: Any
+    ) -> Any:
+        shape = attention_mask.shape
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = torch.arange(shape[1], device=attention_mask.device)[None]
+        packed = {
+            name: packing.pack(value.expand(*shape, *value.shape[2:]))
+            if isinstance(value, Tensor)
+            else value
+            for name, value in {"input_ids": input_ids, **kwargs}.items()
+        }
+        run: Callable[..., Any] = super().forward
+        output = run(**packed, **{PACKING: packing})
+        states = output.last_hidden_state
+        output.last_hidden_state = packing.unpack(states, torch.Size((*shape, states.shape[-1])))
+        if output.get("pooler_output") is not None:
+            output.pooler_output = cast(Any, self).pooler(output.last_hidden_state)
+        return output
+
+    def _sample(self, real: Tensor) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(len(_weight(self)), real.shape, generator=generator)
+        return {"input_ids": tokens.to(real.device), "attention_mask": real.long()}
+
+
+# ---- which encoders -----------------------------------------------------------------------------
+
+
+def packing_class(module: Module) -> type[PackedEncoder] | None:
+    """Return the packing subclass of an encoder's class; None if the class is of another kind."""
+    base = _base(cast(Any, type(module)))
+    if base is None or not any(isinstance(child, ModuleList) for child in module.children()):
         return None
-    return _fused(package)
+    return _fused(cast(Any, type(module)))
 
 
 @functools.cache
-def _fused(package: str) -> type[Module]:
-    library = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    name = f"Packed{_STACKS[package]}"  # importable through `__getattr__`, for unpickling
-    members = {"__module__": __name__, "__doc__": PackedStack.__doc__, "library": library.__name__}
-    return type(name, (PackedStack, getattr(library, _STACKS[package])), members)
+def _base(kind: type[Module]) -> type[PackedEncoder] | None:
+    """Return the base class that suits the arguments of a class's forward; None if none does."""
+    if kind.__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
+        return None
+    arguments = inspect.signature(kind.forward).parameters
+    names, first = set(arguments), tuple(arguments)[1:3]
+    if first == ("hidden_states", "attention_mask"):
+        return None if "position_bias" in names else PackedStack  # positions of padded tokens
+    passes_on = any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments.values())
+    if first != ("input_ids", "attention_mask") or not passes_on or names & _OF_DECODERS:
+        return None
+    return PackedModel if {"position_ids", "inputs_embeds"} <= names else None
 
 
-def __getattr__(name: str) -> Any:
-    for package, stack in _STACKS.items():
-        if name == f"Packed{stack}":
-            return _fused(package)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+@functools.cache
+def _fused(source: type[Module]) -> type[PackedEncoder]:
+    base = cast(type[PackedEncoder], _base(cast(Any, source)))
+    members = {"__module__": __name__, "__doc__": base.__doc__, "source": source}
+    return cast(type[PackedEncoder], type(f"Packed{source.__name__}", (base, source), members))
 
 
-def _attends_elsewhere(arguments: dict[str, Any]) -> bool:
-    """Return True if the stack also attends to the output of an encoder or to a KV cache."""
-    return any(
-        value is not None
-        and (name.startswith(("encoder_", "past_", "cache")) or hasattr(value, "get_seq_length"))
-        for name, value in arguments.items()
-    )
+def _unpickled(source: type[Module]) -> Module:
+    """Return an uninitialized instance of the packing subclass of `source`, for unpickling."""
+    fused = _fused(cast(Any, source))
+    return fused.__new__(fused)
+
+
+def _weight(encoder: Any) -> Tensor:
+    """Return a matrix of (*, width): the embeddings of a model, or the first one of a stack."""
+    if isinstance(encoder, PackedModel):
+        return cast(Tensor, cast(Any, encoder).get_input_embeddings().weight)
+    return next(p for p in encoder.parameters() if p.dim() == 2 and p.is_floating_point())
+
+
+@contextmanager
+def _evaluating(module: Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
+    """Return True if two outputs have the same entries, and equal numbers in rows of real tokens.
+
+    Rounding may differ, because products of other sizes are computed.
+    """
+    if list(padded) != list(packed):
+        return False
+    for name, expected in padded.items():
+        given = packed[name]
+        if not isinstance(expected, Tensor) or given.shape != expected.shape:
+            return False
+        if name == "last_hidden_state":
+            given, expected = given[real], expected[real]
+        tolerance = min(torch.finfo(expected.dtype).eps ** 0.5, 0.03)
+        if not (given - expected).abs().max() <= tolerance * expected.abs().max():
+            return False
+    return True
+
+
+# ---- which batches ------------------------------------------------------------------------------
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if an argument is no tensor and contains none, unlike a cache."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _observed(encoder: Any, arguments: dict[str, Any]) -> bool:
+    """Return True if the output has what layers return, or is a tuple."""
+
+    def wanted(name: str, default: bool) -> Any:
+        given = arguments.get(name)
+        return getattr(config, name, default) if given is None else given
+
+    config = getattr(encoder, "config", None)
+    states = wanted("output_hidden_states", False) or wanted("output_attentions", False)
+    return states or not wanted("return_dict", True)
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
@@ -124,25 +297,76 @@ def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
 
-def _packing(hidden_states: Tensor, mask: Tensor, stack: PackedStack) -> Packing | None:
-    """Return the packing of a batch; None if it saves no time or a module is not token-wise."""
-    ignored = ~mask[:, 0, 0]
-    if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):
-        return None
-    if not all(_is_tokenwise(module, stack) for module in stack.modules()):
-        return None
-    return packing_of(ignored, None, False, batch_first=True)
+def _is_token_mask(tokens: Any, mask: Any) -> bool:
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    return tokens.dim() in (2, 3) and mask.shape == tokens.shape[:2]
 
 
-def _is_tokenwise(module: Module, stack: Any) -> bool:
+def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
+    """Return True if an argument is a tensor of one row per token, (batch or 1, seqlen, *)."""
+    return isinstance(value, Tensor) and value.shape[:2] in (shape, (1, shape[1]))
+
+
+def _packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
+    """Return the packing of a batch; None if it saves no time or a module is not token-wise.
+
+    Args:
+        x: a tensor of the encoder's width, (*, width).
+        real: (batch, seqlen) bool, True for real tokens.
+        encoder: the encoder, with the implementation "fused_attn".
+    """
+    if must_stay_padded(x, real) or not saves_time(x, ~real):
+        return None
+    if not all(_is_tokenwise(module, encoder) for module in encoder.modules()):
+        return None
+    # In a model, windows count the tokens between a query and a key.
+    if isinstance(encoder, PackedModel) and int((real[:, 1:] != real[:, :-1]).sum(1).max()) > 1:
+        return None
+    return packing_of(~real, None, False, batch_first=True)
+
+
+def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
     config = getattr(module, "config", None)
     if config is not None and config._attn_implementation != NAME:
         return False  # other attention implementations do not accept a Packing
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
-    known = (stack.library, "transformers.activations")
+    known = (encoder.source.__module__, "transformers.activations")
     return is_unmodified(module) and (
-        module is stack
-        or type(module) in (*TOKENWISE_MODULES, ModuleList)
+        module is encoder
+        or type(module) in (*TOKENWISE_MODULES, ModuleList, torch.nn.Embedding)
         or getattr(type(module), "source", type(module)).__module__ in known
     )
+
+
+def _zeroed(output: Any, real: Tensor) -> Any:
+    """Set the padded rows of an output's last hidden state to 0."""
+    padding = real[..., None].logical_not()
+    if isinstance(output, tuple):
+        return (output[0].masked_fill(padding, 0.0), *output[1:])
+    output.last_hidden_state = output.last_hidden_state.masked_fill(padding, 0.0)
+    return output
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def arguments_of(packing: Packing, mask: Any, refused: dict[str, bool]) -> dict[str, Any]:
+    """Return the arguments of varlen_attention for a layer of a PackedModel.
+
+    Args:
+        packing: the packing of the batch.
+        mask: the Mask that transformers made for the packed batch, or None.
+        refused: names of what packed batches do not support; True if the layer has it.
+
+    Raises:
+        NotImplementedError: the layer has a refused argument, or its mask depends on more than the
+            distance of two tokens.
+    """
+    names = [name for name, given in refused.items() if given]
+    if mask is not None and not (isinstance(mask, Mask) and mask.is_relative):
+        names.append("masks other than windows")
+    if names:
+        raise NotImplementedError(f"fused_attn does not pack models with {', '.join(names)}")
+    return packing.arguments() | {"attn_mask": mask}

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeGuard, cast
+from weakref import WeakSet
 
 from torch.nn import Module
 from transformers import (
@@ -24,7 +25,7 @@ from transformers import (
 from fused_attn.base.behind_import import behind_import
 from fused_attn.integrations.bytecode import keywords_in, methods_of, names_in
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
-from fused_attn.integrations.transformers.encoders import NAME, fused_stack
+from fused_attn.integrations.transformers.encoders import NAME, PackedEncoder, packing_class
 from fused_attn.integrations.transformers.masks import attention_mask
 
 # Name under which modeling files import the AttentionInterface.
@@ -142,10 +143,8 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     previous = str(model.config._attn_implementation)
     register()
     set_implementation(model, NAME)
-    stacks = [(stack, type(stack)) for stack in padded_stacks(model)]
-    for stack, kind in stacks:
-        # The subclass adds methods but no state, so the class can be reassigned in place.
-        stack.__class__ = cast(type[Module], fused_stack(kind))
+    kinds = [(stack, type(stack)) for stack in padded_stacks(model)]
+    stacks = [(stack, kind) for stack, kind in kinds if _remove_padding(stack)]
 
     def restore() -> None:
         for config, implementation in before:
@@ -157,8 +156,27 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
 
 
 def padded_stacks(model: PreTrainedModel) -> list[Module]:
-    """Return the encoder stacks of a model that support padding removal but do not use it yet."""
-    return [module for module in model.modules() if fused_stack(type(module)) is not None]
+    """Return the encoders in a model that may support padding removal but do not use it yet."""
+    return [
+        module
+        for module in model.modules()
+        if packing_class(module) is not None and module not in _inexact
+    ]
+
+
+_inexact: WeakSet[Module] = WeakSet()  # encoders that padding changes
+
+
+def _remove_padding(encoder: Module) -> bool:
+    """Let an encoder remove padding if its results stay the same; return True if they do."""
+    kind = type(encoder)
+    # The subclass adds methods but no state, so the class can be reassigned in place.
+    encoder.__class__ = cast(type[Module], packing_class(encoder))
+    exact = cast(PackedEncoder, encoder).is_exact()
+    if not exact:
+        encoder.__class__ = kind
+        _inexact.add(encoder)
+    return exact
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:

@@ -137,6 +137,22 @@ def test_dropout_in_training(packings):
     assert None not in packings and not outs[0][~REAL["right"]].any()
 
 
+@pytest.mark.parametrize("name", ["Bert", "ModernBert"])
+def test_gradient_checkpointing(name, packings):
+    fused, call = model(name), inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
+    tokens = Tokens(fused, REAL["right"])
+    expected = run(tokens, (), call)
+    fused.train().gradient_checkpointing_enable()
+    for part in fused.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    fused.config.attention_dropout = fused.config.attention_probs_dropout_prob = 0.0
+    for n, result in run(tokens, (), call).items():
+        torch.testing.assert_close(result, expected[n], atol=1e-5, rtol=1e-4)
+    assert len(packings) == 2 and None not in packings
+
+
 def test_hidden_states_are_those_of_padded_batches(packings):
     """A batch is not packed if hidden states are requested, because their shapes would change."""
     eager, call = model("Bert"), inputs(REAL["right"])

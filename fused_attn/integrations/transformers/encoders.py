@@ -332,11 +332,21 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
         return False  # other attention implementations do not accept a Packing
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
+    if type(module) is torch.nn.Embedding and _only_requires_grads(module):
+        return True
     known = (encoder.source.__module__, "transformers.activations")
     return is_unmodified(module) and (
         module is encoder
-        or type(module) in (*TOKENWISE_MODULES, ModuleList, torch.nn.Embedding)
+        or type(module) in (*TOKENWISE_MODULES, ModuleList)
         or getattr(type(module), "source", type(module)).__module__ in known
+    )
+
+
+def _only_requires_grads(embeddings: Module) -> bool:
+    """Return True if embeddings have no hooks but that of `gradient_checkpointing_enable`."""
+    return not (embeddings._forward_pre_hooks or "forward" in embeddings.__dict__) and all(
+        "enable_input_require_grads" in getattr(hook, "__qualname__", "")
+        for hook in embeddings._forward_hooks.values()
     )
 
 

@@ -15,7 +15,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))  # CMake reads CXX only once
+# CMake reads CXX only in a new build folder, so the name of the folder contains it.
+COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
 # Attribute of each tool's module that holds the folder of its programs.
 WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
@@ -39,7 +40,7 @@ def find_tool(name: str) -> str:
 
 
 def build_dir() -> Path:
-    """Return a build folder for everything that affects objects: tools, Python ABI, named compiler.
+    """Return the build folder; its name contains the Python ABI, CXX and the tool versions.
 
     CMake versions order flags differently, and ninja cannot read the log of a newer version. The
     folder is kept, so that the next build compiles only changed sources.

@@ -28,7 +28,7 @@ BROKEN = (
 )  # fmt: skip
 PROPERTY = "gpu_record"  # name of the property of a report that holds its record
 MESSAGE = 600  # characters of a message that are kept
-TRACEBACK = 4000  # and of a traceback
+TRACEBACK = 4000  # characters of a traceback that are kept
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 STATUSES = ("ok", "wrong", "crash", "hang", "refused", "skipped")
 LOG_BYTES = 4_000_000  # end of each log that is kept
 TABLE_LINES = 60
-GRACE = 3.0  # seconds before the end in which results are written
+GRACE = 3.0  # seconds reserved at the end to write the results
 BUILD_SECONDS = 120.0
-# Build a module where the carried one is missing or does not import.
+# Build the modules here if one was not copied with the tree or cannot be imported.
 BUILD = "FUSED_ATTN_CUDA=1 FUSED_ATTN_CUDA_ARCHS=90a {python} setup.py -q build_ext --inplace"
 
 Record = dict[str, Any]

@@ -122,7 +122,7 @@ def _worst(actual: dict[str, Results], expected: dict[str, Results]) -> tuple[fl
 
 
 def _ran(model: Any) -> set[int]:
-    """Return a set that is filled, as the model runs, with ids of modules that use the interface.
+    """Return a set to which each module that uses ALL_ATTENTION_FUNCTIONS adds its id when it runs.
 
     Models that do not support the fused attention are excluded.
     """

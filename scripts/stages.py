@@ -40,7 +40,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Folders with tests that run on several backends. The stages of a single backend collect only
 # these, which saves time.
 _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
-_DISTRIBUTED = "tests/distributed"  # four processes by itself, which all its tests share
+_DISTRIBUTED = "tests/distributed"  # starts four processes, which all its tests share
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
     Stage("kernels", _KERNELS, {}),

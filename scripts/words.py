@@ -40,8 +40,7 @@ RETIRED = {
     r"takes? over": "patches",
     r"nobody sees": "fully masked",
 }
-# British spellings, as patterns that replace them by the American ones. Only comments of C++ are
-# read.
+# Pattern of a British spelling -> American replacement. In C++ files, only comments are checked.
 _VERBS = "initial|material|maxim|minim|normal|optim|organ|quant|random|recogn|serial|special"
 BRITISH = {
     rf"({_VERBS}|summa[r]|synchron|token|util|vector)is(?=e|ing|ation|able)": r"\1iz",

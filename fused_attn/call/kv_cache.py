@@ -139,7 +139,7 @@ def check_decode_tensors(
             if 0 in strides and any(
                 n > 1 and s == 0 for n, s in zip(cache.shape, strides, strict=True)
             ):
-                raise ValueError(f"{name}_cache must be written to, got an expanded tensor")
+                raise ValueError(f"{name}_cache must be writable, got an expanded tensor")
 
 
 def checked_cache_lengths(

@@ -60,7 +60,7 @@ def context_parallel(
         mesh: one- or two-dimensional DeviceMesh, process group, or None for all processes; see
             ring_attention.
         buffers: tensors with a sequence dimension, such as token ids, labels and position ids. They
-            are cut in place, and are complete again after the block.
+            are sharded in place, and are complete again after the block.
         buffer_seq_dims: the sequence dimension of each buffer. They have the same size.
         no_restore_buffers: buffers that remain cut after the block.
         mask: mask of the complete sequence for all attention calls: they ignore their attn_mask,
@@ -99,10 +99,10 @@ def context_parallel(
     of_mask = [] if given is None else given.tensors()
     for buffer in buffers:
         if any(buffer.data_ptr() == t.data_ptr() and t.numel() for t in of_mask):
-            raise ValueError("mask must not contain a buffer, because buffers are cut: clone it")
+            raise ValueError("mask must not contain a buffer, which is sharded in place: clone it")
         if buffer.requires_grad or buffer._base is not None:
             kind = "require grad" if buffer.requires_grad else "be a view of another tensor"
-            raise ValueError(f"buffers must not {kind}, because they are cut in place")
+            raise ValueError(f"buffers must not {kind}, because they are sharded in place")
     groups = ranks_of(mesh)
     length = _length(buffers, buffer_seq_dims)
     if load_balancer == "balanced":

@@ -223,8 +223,8 @@ def head_sharding(query: Any, key: Any) -> Sharding:
     sharding = _attention_sharding(query, key)
     if sharding.shards(_BATCH) > 1:
         raise NotImplementedError(
-            "context_parallel takes DTensors that are sharded on heads, not on batch: pass local "
-            "tensors"
+            "context_parallel requires DTensors that are sharded on heads only, got a sharded "
+            "batch: pass local tensors (DTensor.to_local)"
         )
     return sharding
 

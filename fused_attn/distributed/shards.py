@@ -125,7 +125,7 @@ def _of_each(
         return torch.full((count,), position, dtype=torch.int64, device=device)
     positions = torch.as_tensor(positions)
     if positions.dtype not in (torch.int32, torch.int64) and positions.numel() > 0:
-        raise TypeError(f"{name} must be integers, got {positions.dtype}")
+        raise TypeError(f"{name} must be int32 or int64, got {positions.dtype}")
     if positions.shape != (count,):
         got = tuple(positions.shape)
         raise ValueError(f"{name} must be an int or have shape ({count},), got {got}")

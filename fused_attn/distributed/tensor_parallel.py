@@ -193,8 +193,8 @@ def _check_fsdp(module: MultiheadAttention, *_: Any) -> None:
     rows = [p for p in weight.placements if isinstance(p, (Shard, _StridedShard)) and p.dim == 0]
     if len(rows) > 1:
         raise ValueError(
-            "in_proj_weight must be sharded on columns by fully_shard; pass it "
-            "shard_placement_fn=fused_attn.distributed.shard_placement"
+            "in_proj_weight must be sharded on columns by fully_shard, got rows: call fully_shard "
+            "with shard_placement_fn=fused_attn.distributed.shard_placement"
         )
 
 

@@ -189,8 +189,8 @@ class DecoderCache:
         wanted = torch.arange(count, device=rows.device).repeat_interleave(group)
         if group * count != rows.numel() or not torch.equal(rows // before, wanted):
             raise ValueError(
-                "memories must be given unless rows keep equally many sequences for each memory, "
-                f"in order: got rows {rows.tolist()} of {count} memories with {before} each"
+                "memories must be given unless rows select equally many sequences for each memory, "
+                f"in order, got rows {rows.tolist()} of {count} memories with {before} rows each"
             )
 
     @contextlib.contextmanager

@@ -231,7 +231,10 @@ def _check_attention(call: AttentionCall) -> None:
         or value.shape[:3] != key.shape[:3]
     ):
         got = [tuple(t.shape) for t in (query, key, value)]
-        raise ValueError(f"query, key and value must have compatible shapes, got {got}")
+        raise ValueError(
+            "query and key must have the same batch and head_dim, and value the batch, heads and "
+            f"seqlen of key, got {got}"
+        )
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
     batch, seqlen_q, seqlen_k = call.sizes()

@@ -140,7 +140,8 @@ def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str,
     if wanted - inputs.keys():
         unknown = ", ".join(sorted(wanted - inputs.keys()))
         raise ValueError(
-            f"inputs of a {type(model).__name__} are not known ({unknown}): give module:function"
+            f"cannot create the inputs {unknown} of {type(model).__name__}: pass as SOURCE a "
+            "module:function that returns the model and its inputs"
         )
     for prefix in ("", "decoder_"):
         tokens, mask_name = inputs.get(f"{prefix}input_ids"), f"{prefix}attention_mask"

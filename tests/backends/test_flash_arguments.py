@@ -78,7 +78,7 @@ def test_rows_stay_in_place(install):
 
 
 def test_top_left_causal_over_padding_keys(install):
-    """Padding queries attend to all real keys: two calls, each row has keys in at most one."""
+    """Rows after the last real key attend to all real keys, so a second call computes them."""
     install("flash-attn")
     query = torch.randn(2, 2, 10, 16, dtype=torch.float64)
     mask = masks.causal() & masks.padding([4, 10])

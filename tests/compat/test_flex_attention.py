@@ -85,7 +85,7 @@ def test_options():
 
 
 def test_a_learned_bias_is_read_in_each_call():
-    """Also if the first call had no gradients."""
+    """A learned bias is never cached, even if the first call had no gradients."""
     table = torch.zeros(LK, requires_grad=True)
     query, key, value = (t.detach() for t in tensors())
 
@@ -124,7 +124,7 @@ def test_other_functions_of_the_score_are_refused(score_mod):
 
 
 def test_what_a_score_mod_reads_may_change():
-    """Also if the first call was in inference mode, or before gradients were requested."""
+    """A changed tensor has an effect even if the first call was in inference mode."""
     table = torch.zeros(LK)
     query, key, value = (t.detach() for t in tensors())
 

@@ -393,7 +393,7 @@ def test_checks_of_masks():
         attn_bias.BlockDiagonalMask.from_seqlens([4, 1], [3])
     with pytest.raises(ValueError, match=r"at most kv_padding 3, got \[4\]"):
         attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([4], 3, [4])
-    with pytest.raises(ValueError, match="must end with the total"):
+    with pytest.raises(ValueError, match="must have 2 values"):
         attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([4], [0], [4])
     with pytest.raises(ValueError, match="must end within 9 rows"):
         attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * 3, [1, 1, 10], TABLES, 3)

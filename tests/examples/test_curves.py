@@ -11,7 +11,7 @@ from example_runs import EXAMPLES
 import fused_attn
 from fused_attn.backends import wanted_backend
 
-assert EXAMPLES.is_dir()  # the import puts the examples on the path
+assert EXAMPLES.is_dir()  # the import adds examples/ to sys.path
 import common  # noqa: E402
 import curves  # noqa: E402
 

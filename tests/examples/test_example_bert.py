@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from example_runs import run_example  # which lets examples/ be imported
+from example_runs import run_example  # adds examples/ to sys.path
 
 # isort: split
 import bert_data
@@ -127,7 +127,7 @@ def test_next_passages_are_labeled():
         follows = second[0] == first[-1] + 1
         same_work = (first[0] - 5) // 300 == (second[0] - 5) // 300
         assert follows == same_work == bool(is_next)
-        # Neither of them is cut where they meet.
+        # The passages meet at the boundary between two lines.
         assert (first[-1] - 5) % 3 == 2 and (second[0] - 5) % 3 == 0
 
 
@@ -136,7 +136,7 @@ def test_targets_are_what_stood_there():
     pairs = bert_data.Pairs(texts, Numbers(), max_seqlen=20)
     torch.manual_seed(0)
     batch = pairs.batch(50)
-    # Numbers that follow one another: what is hidden can be read from the [CLS] side.
+    # The numbers are consecutive, so a masked one follows from its left neighbor.
     ids = batch.inputs.ids
     assert batch.targets.shape == (int(batch.chosen.sum()),)
     assert not batch.chosen[batch.inputs.padding | (ids == CLS) | (ids == SEP)].any()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from example_runs import run_example  # which lets examples/ be imported
+from example_runs import run_example  # adds examples/ to sys.path
 
 # isort: split
 import data

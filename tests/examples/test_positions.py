@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from example_runs import EXAMPLES  # noqa: F401  # which lets examples/ be imported
+from example_runs import EXAMPLES  # noqa: F401  # adds examples/ to sys.path
 
 # isort: split
 from positions import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding

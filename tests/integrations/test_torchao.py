@@ -46,7 +46,7 @@ def test_results_are_those_of_eager(of, first):
     with torch.no_grad(), attention_calls() as calls:
         actual = other(**inputs)
     assert len(calls) == 2
-    if of == "torch.nn":  # rows of padding are 0 here
+    if of == "torch.nn":  # swapped encoders return 0 in padded rows
         hidden = inputs["src_key_padding_mask"]
         actual, expected = actual[~hidden], expected[~hidden]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

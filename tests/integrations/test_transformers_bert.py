@@ -86,7 +86,7 @@ def test_bert_equals_eager(padded):
     single = run(Last(eager(copy.deepcopy(model))), (), kwargs)
     actual = run(Last(fused), (), kwargs)
     zero = [name for name in truth if name.endswith("key.bias")]
-    for name in zero:  # 0 but for rounding: the softmax does not feel what all keys share
+    for name in zero:  # 0 up to rounding: a key bias shifts all scores of a row alike
         scale = actual[name.replace("bias", "weight")].abs().max()
         assert actual[name].abs().max() < 1e-5 * scale
     without = [{k: v for k, v in r.items() if k not in zero} for r in (actual, single, truth)]
@@ -342,7 +342,7 @@ def test_attention_causality_of_argument_and_module():
 def test_attention_2d_mask_is_padding(dtype):
     out, qkv = attend(attention_mask=PADDING.to(dtype), is_causal=False)
     torch.testing.assert_close(out, reference(*qkv, PADDING[:, None, None, :]))
-    # Padding says nothing of causality.
+    # A padding mask does not replace is_causal.
     out, qkv = attend(attention_mask=PADDING[:1].to(dtype).expand(2, 6), is_causal=True)
     mask = PADDING[:1, None, None, :] & torch.ones(4, 6, dtype=torch.bool).tril()
     torch.testing.assert_close(out, reference(*qkv, mask))

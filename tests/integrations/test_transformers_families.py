@@ -150,7 +150,7 @@ def test_family_compiles(name):
         torch.testing.assert_close(compiled(**kwargs).logits, expected)
 
 
-# ---- models that do more with masks and arguments ------------------------------------------------
+# ---- models with unusual masks or arguments ------------------------------------------------------
 
 
 def small_model(kind, implementation="fused_attn"):

@@ -14,7 +14,7 @@ from hf_zoo import judge
 
 from fused_attn.integrations.transformers.models import unsupported
 
-# One of each kind of trouble that models have been; what else is in the library is much like these.
+# One model type for each known difficulty; the other types resemble these.
 SAMPLE = {
     "deepseek_v4": "agrees",  # appends keys to its mask
     "doge": "agrees",  # puts its mask into a where

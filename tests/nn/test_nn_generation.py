@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from example_runs import EXAMPLES  # noqa: F401  # which lets examples/ be imported
+from example_runs import EXAMPLES  # noqa: F401  # adds examples/ to sys.path
 from nn_helpers import EMBED, HEADS, perturb, randn
 
 import fused_attn

@@ -219,7 +219,7 @@ def test_empty_tensors(dtype, backend):
 )  # fmt: skip
 def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch):
     """NaN and Inf in fully masked keys and values change no bit, compared with zeros."""
-    # CUDA's kernels add gradients of 16-bit queries in any order else.
+    # By default, CUDA kernels sum the gradients of 16-bit queries in no fixed order.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     batch, seqlen_q, seqlen_k = 2, 75, 210
     length = 133
@@ -233,7 +233,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
         seen = seen.flip(1)
     elif kind == "ragged":
         mask = masks.padding([length, 40], [0, 50])
-        seen[0] = False  # nobody looks
+        seen[0] = False  # the sequence has no queries
     elif kind == "key_mask":
         seen[:, 3] = False
         mask = masks.dense(seen[:, None, None])

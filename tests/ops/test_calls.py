@@ -146,7 +146,7 @@ def test_small_blocks_keep_no_large_one_out_of_the_pool():
     address = large.data_ptr()
     del small
     del large
-    another = torch.empty(1000, 1000)  # would have been given memory that is free
+    another = torch.empty(1000, 1000)  # would get this block if the pool had freed it
     assert new(1000).data_ptr() == address != another.data_ptr()
 
 

@@ -49,8 +49,8 @@ def test_generator_against_known_answers():
         assert tuple(int(w) for w in words) == want
 
 
-# Of 2^22 decisions a share or a correlation has a standard deviation of at most 2^-11: one of 0.005
-# is ten of them, and is found, at a limit of five, with more than 0.9999998.
+# Over 2^22 decisions, a share or a correlation has a standard deviation of at most 2^-11. An error
+# of 0.005 is ten of these. It exceeds LIMIT with a probability of more than 0.9999998.
 DRAWN = (2, 8, 512, 512)
 LIMIT = 5.0
 

@@ -119,7 +119,7 @@ def test_powers_of_2(name, isa):
     inputs = [tensors[n] for n in ("query", "key", "value")]
     truth = function("eager")(*(t.double() for t in inputs))[0]
     eager, got = (function(backend)(*inputs)[0] for backend in ("eager", "cpp"))
-    # Queries of one power each by themselves: the large ones would hide the small ones' errors.
+    # Judge the queries of each power alone: errors of large ones would hide those of small ones.
     for i in range(9 if name == "queries" else 1):
         some = slice(i, None, 9 if name == "queries" else 1)
         assert_contract("out", got[:, :, some], truth[:, :, some], eager[:, :, some])

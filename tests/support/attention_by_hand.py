@@ -1,4 +1,4 @@
-"""Hand-written attention that models in another module call."""
+"""Hand-written attention functions, which models in other modules call."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def step_of_three(mask, mode: str, dropout: bool) -> dict:
     run = torch.compile(model, backend="aot_eager", dynamic=False) if mode == "compile" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(2, 13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    torch.manual_seed(11)  # of the dropout seeds: those of the first rank
+    torch.manual_seed(11)  # rank 0 draws the dropout seeds for all ranks
     with distributed.context_parallel(
         mesh["cp"], buffers=[x], buffer_seq_dims=[1], mask=mask, method="ring"
     ):

@@ -195,5 +195,6 @@ def _check_packing(mask: Tensor | Mask | None, cu_seqlens: Tensor | None) -> Non
     if mask is None or not mask.document_pairs:
         raise NotImplementedError(
             "fused_attn does not infer packed sequences from cu_seq_lens_q alone: pass "
-            "position_ids that start at 0 in each, no attention_mask, and use_cache=False"
+            "position_ids that restart at 0 in each sequence, no attention_mask, and "
+            "use_cache=False"
         )

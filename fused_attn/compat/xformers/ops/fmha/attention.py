@@ -112,7 +112,10 @@ def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         return [x[:, :, None] for x in (query, key, value)]
     heads = query.shape[3] if query.dim() == 5 else 0
     if heads and any(s[2] != shapes[0][2] or s[3] not in (1, heads) for s in shapes):
-        raise ValueError(f"query, key and value must have the same groups and heads, got {shapes}")
+        raise ValueError(
+            "key and value must have the same groups and heads as query, or the same groups and 1 "
+            f"head, got {shapes}"
+        )
     shared = not needs_grad(key, value)
     if all(x.shape[-2] == 1 or (shared and x.stride(-2) == 0) for x in (key, value)):
         key, value = (x.narrow(-2, 0, 1) for x in (key, value))
@@ -178,7 +181,8 @@ def _packed(
     """Compute attention of sequences in one dimension: out and lse, (1, num_heads, total_q)."""
     _check_kind(blocks)
     if not len(query) == len(key) == len(value) == 1:
-        raise ValueError(f"query, key and value must have batch 1, got {len(query)}, {len(key)}")
+        got = f"{len(query)}, {len(key)}, {len(value)}"
+        raise ValueError(f"query, key and value must have batch 1, got {got}")
     blocks.check_rows(query.shape[1], key.shape[1])
     queries, keys = blocks.q_seqinfo, blocks.k_seqinfo
     longest, batch = queries.max_seqlen, len(queries.seqlen_py)

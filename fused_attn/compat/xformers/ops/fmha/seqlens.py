@@ -43,7 +43,10 @@ class SeqLenInfo:
             starts = accumulate([padding or n for n in lengths], initial=0)
         starts = [int(start) for start in starts]
         if len(starts) != len(lengths) + 1:
-            raise ValueError(f"kv_seqstarts must end with the total of rows, got {starts}")
+            raise ValueError(
+                f"kv_seqstarts must have {len(lengths) + 1} values (a start for each sequence, and "
+                f"the total number of rows), got {starts}"
+            )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))

@@ -87,13 +87,14 @@ class AttentionDecode {
         for (int64_t at = task * per_task; at < min64((task + 1) * per_task, count); ++at) {
           const int64_t head = at / splits, begin = at % splits * per_split;
           const int64_t b = head / p.num_heads_kv, num_keys = decode_keys(p, b);
+          if (query_rows(p, b).count == 0) continue;
           kernel.run(b, head % p.num_heads_kv, min64(begin, num_keys),
                      min64(begin + per_split, num_keys), shape.at(results + at * shape.part()));
         }
       }
 #pragma omp for schedule(static) nowait
       for (int64_t head = 0; head < heads; ++head) {
-        if (!ok) continue;
+        if (!ok || query_rows(p, head / p.num_heads_kv).count == 0) continue;
         const AttentionDecode self(p, shape);
         const DecodePart<A> first = shape.at(results + head * splits * shape.part());
         for (int64_t s = 1; s < splits; ++s) {

@@ -55,7 +55,8 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     """
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
-    return Mask(mask_mods=(mask_mod,))
+    # A tuple in mask_mods is a union, but a NamedTuple may be a function.
+    return Mask(mask_mods=(mask_mod.__call__ if isinstance(mask_mod, tuple) else mask_mod,))
 
 
 def from_block_mask(block_mask: Any) -> Mask:

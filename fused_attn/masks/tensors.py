@@ -15,7 +15,8 @@ from fused_attn.masks.mask_mod import from_block_mask
 from fused_attn.masks.memo import recall
 
 # One Mask for each BlockMask, which many layers receive, so that it is evaluated once.
-_OF_BLOCK_MASKS: WeakKeyDictionary[Any, Mask] = WeakKeyDictionary()
+# BlockMask -> (the mask_mod that it had, its Mask).
+_OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[Any, Mask]] = WeakKeyDictionary()
 
 # Combining conditions launches no kernels, so the cached Mask does not depend on a CUDA stream.
 _CPU = torch.device("cpu")
@@ -78,9 +79,11 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
         if flex is None or not isinstance(attn_mask, flex.BlockMask):
             return attn_mask
-        if attn_mask not in _OF_BLOCK_MASKS:
-            _OF_BLOCK_MASKS[attn_mask] = from_block_mask(attn_mask)
-        return _OF_BLOCK_MASKS[attn_mask]
+        known = _OF_BLOCK_MASKS.get(attn_mask)
+        if known is None or known[0] is not attn_mask.mask_mod:
+            known = attn_mask.mask_mod, from_block_mask(attn_mask)
+            _OF_BLOCK_MASKS[attn_mask] = known
+        return known[1]
     of_torch: Any = sys.modules.get("torch.nn.attention.bias")
     if of_torch is not None and isinstance(attn_mask, of_torch.CausalBias):
         given: Any = attn_mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -236,6 +237,37 @@ def test_tensors_of_a_closure_may_change():
         torch.testing.assert_close(
             fused_attn.scaled_dot_product_attention(query, query, query, mask),
             fused_attn.scaled_dot_product_attention(query, query, query, masks.padding(lengths)),
+        )
+
+
+def test_functions_that_are_tuples():
+    """A tuple of masks is a union; a NamedTuple with __call__ is a function."""
+
+    class Window(NamedTuple):
+        left: int
+        right: int
+
+        def __call__(self, b, h, q, k):
+            return (q - k <= self.left) & (k - q <= self.right)
+
+    query, mask = torch.randn(1, 2, 9, 8), masks.from_mask_mod(Window(2, 1))
+    torch.testing.assert_close(
+        fused_attn.scaled_dot_product_attention(query, query, query, mask),
+        fused_attn.scaled_dot_product_attention(query, query, query, masks.sliding_window(2, 1)),
+    )
+
+
+def test_another_mask_mod_of_a_block_mask():
+    query = torch.randn(1, 1, 128, 8)
+    block_mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, "cpu")
+    for mask_mod, mask in (
+        (block_mask.mask_mod, masks.causal()),
+        (lambda b, h, q, k: q <= k, masks.sliding_window(0, -1)),
+    ):
+        block_mask.mask_mod = mask_mod
+        torch.testing.assert_close(
+            fused_attn.scaled_dot_product_attention(query, query, query, block_mask),
+            fused_attn.scaled_dot_product_attention(query, query, query, mask),
         )
 
 

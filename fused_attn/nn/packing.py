@@ -261,13 +261,18 @@ def _methods_of(kind: type[Module]) -> frozenset[str]:
 _methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def overrides_methods(module: Module) -> bool:
+    """Return True if attributes of the instance replace methods of its class."""
+    return not _methods_of(type(module)).isdisjoint(module.__dict__)
+
+
 def is_unmodified(module: Module) -> bool:
     """Return True if a module has no hooks and no methods overridden on the instance.
 
     A norm must also normalize over a single dimension.
     """
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
-        not _methods_of(type(module)).isdisjoint(module.__dict__)
+        overrides_methods(module)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -295,15 +295,18 @@ def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
     assert any("already fused" in note for note in fused_attn.swap_modules(fused).notes)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled_models_stay_padded(name):
+def test_compiled_models(name, fullgraph, packings):
+    """The graph breaks before a batch is packed; batches stay padded under fullgraph=True."""
     eager, call = model(name), inputs(REAL["right"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)
     torch.compiler.reset()
-    fused.compile(backend="eager")
+    fused.compile(backend="eager", fullgraph=fullgraph)
     with torch.no_grad():
         out, expected = (m(**call).last_hidden_state for m in (fused, eager))
+    assert [packing is not None for packing in packings] == [not fullgraph]
     close = {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(out[REAL["right"]], expected[REAL["right"]], **close)
     assert not out[~REAL["right"]].any()

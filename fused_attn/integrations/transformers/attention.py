@@ -114,7 +114,7 @@ def attention_forward(
             "indices": indices is not None,
             "causal attention": bool(is_causal) and mask is None,
         }
-        packed = arguments_of(kwargs[PACKING], mask, unsupported)
+        packed = arguments_of(kwargs[PACKING], mask, sliding_window, unsupported)
         return _attend_packed(module, query, key, value, options | packed), None
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if isinstance(mask, Tensor) and mask.dim() == 2:

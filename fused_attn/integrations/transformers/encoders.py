@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import (
     TOKENWISE_MODULES,
@@ -30,6 +31,7 @@ from fused_attn.nn.packing import (
     is_unmodified,
     must_stay_padded,
     outside_graphs,
+    overrides_methods,
     packing_of,
     saves_time,
 )
@@ -137,7 +139,7 @@ class PackedModel(PackedEncoder):
     """Base class of models that pack padded batches before the embeddings.
 
     The attention receives the Packing as an additional keyword argument of the model, which passes
-    it on. Compiled models stay padded.
+    it on.
     """
 
     def forward(
@@ -161,8 +163,8 @@ class PackedModel(PackedEncoder):
             return run(input_ids, attention_mask, *args, **kwargs)
         real, packing = attention_mask.to(torch.bool), None
         known = all(_is_plain(x) or _is_of_tokens(x, real.shape) for x in kwargs.values())
-        if known and not torch.compiler.is_compiling() and not _observed(self, kwargs):
-            packing = _packing(_weight(self), real, self)
+        if known and not _observed(self, kwargs):
+            packing = outside_graphs(_packing, _weight(self), real, self)
         if packing is None:
             return _zeroed(run(input_ids, attention_mask, **kwargs), real)
         return self._packed(packing, input_ids, attention_mask, **kwargs)
@@ -320,8 +322,14 @@ def _packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
         return None
     if not all(_is_tokenwise(module, encoder) for module in encoder.modules()):
         return None
-    # In a model, windows count the tokens between a query and a key.
-    if isinstance(encoder, PackedModel) and int((real[:, 1:] != real[:, :-1]).sum(1).max()) > 1:
+    if (
+        isinstance(encoder, PackedModel)
+        and (
+            torch.compiler.is_compiling()  # the next condition reads values
+            # Windows count the tokens between a query and a key.
+            or int((real[:, 1:] != real[:, :-1]).sum(1).max()) > 1
+        )
+    ):
         return None
     return packing_of(~real, None, False, batch_first=True)
 
@@ -332,12 +340,13 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
         return False  # other attention implementations do not accept a Packing
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
+    if module is encoder:
+        return not overrides_methods(module)  # its hooks see padded batches
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):
         return True
     known = (encoder.source.__module__, "transformers.activations")
     return is_unmodified(module) and (
-        module is encoder
-        or type(module) in (*TOKENWISE_MODULES, ModuleList)
+        type(module) in (*TOKENWISE_MODULES, ModuleList)
         or getattr(type(module), "source", type(module)).__module__ in known
     )
 
@@ -362,21 +371,35 @@ def _zeroed(output: Any, real: Tensor) -> Any:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def arguments_of(packing: Packing, mask: Any, refused: dict[str, bool]) -> dict[str, Any]:
+def arguments_of(
+    packing: Packing, mask: Any, window: int | None, refused: dict[str, bool]
+) -> dict[str, Any]:
     """Return the arguments of varlen_attention for a layer of a PackedModel.
 
     Args:
         packing: the packing of the batch.
-        mask: the Mask that transformers made for the packed batch, or None.
+        mask: the Mask that transformers made for the packed batch, or None. In a compiled graph, it
+            is a dense tensor, which is not read.
+        window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
+            of a query, plus one. None means all keys.
         refused: names of what packed batches do not support; True if the layer has it.
 
     Raises:
-        NotImplementedError: the layer has a refused argument, or its mask depends on more than the
-            distance of two tokens.
+        NotImplementedError: the layer has a refused argument, or its mask is not that of its
+            window.
     """
     names = [name for name, given in refused.items() if given]
-    if mask is not None and not (isinstance(mask, Mask) and mask.is_relative):
-        names.append("masks other than windows")
+    own = _window(window)
+    if mask is not None and not torch.compiler.is_compiling():
+        known = isinstance(mask, Mask) and not mask.tensors()
+        if not known or mask.conditions() != own.conditions():
+            names.append("masks other than windows")
     if names:
         raise NotImplementedError(f"fused_attn does not pack models with {', '.join(names)}")
-    return packing.arguments() | {"attn_mask": mask}
+    return packing.arguments() | {"attn_mask": own}
+
+
+@functools.cache
+def _window(window: int | None) -> Mask:
+    """Return the mask of a window; the same in each layer, because it caches what kernels need."""
+    return Mask() if window is None else masks.sliding_window(window - 1, window - 1)

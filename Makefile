@@ -114,7 +114,7 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
 
-# Without dependencies: the tests need one model of each, and .venv has the rest.
+# Installed without dependencies: one model of each library runs, and .venv has what it needs.
 THIRD_PARTY = build/third-party
 third-party: build $(THIRD_PARTY)/installed ## compare models of 14 PyPI libraries before and after a swap: docs/third-party.md
 	$(SAY) "models of 14 libraries, a quarter of an hour"
@@ -146,7 +146,8 @@ test-isas: env ## run the numerics tests on each instruction set that this CPU h
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
-# Eager attention runs on torch's generic kernels, its AVX2 kernels, and its kernels for this CPU.
+# Eager attention, the reference, runs on torch's generic kernels, on those for AVX2, and on those that
+# torch selects for this CPU.
 DRAWS ?= 20
 DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
 test-draws: env ## run the numerics tests on DRAWS other random inputs, with several kernels of torch

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes an ARM Python with torch that runs in qemu, and the CPU module for it: $1/python.
+# Install an ARM Python with torch as $1/python, which runs in qemu, and build the CPU module for it.
 #
-# Of Debian: the cross compiler, the emulator, and the packages of another architecture, which are
-# unpacked, not installed. The torch is the oldest supported, whose ARM build is for CPUs.
+# The cross compiler, the emulator and Python come from Debian. Python's packages are for ARM, so they
+# are unpacked, not installed. torch is the oldest supported version: its ARM wheel is CPU-only.
 set -eu
 out=$1
 suite=aarch64-linux-gnu

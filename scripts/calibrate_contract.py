@@ -63,8 +63,8 @@ class Batch:
         """Return the number of problems with an unexpected error, per result. Shape (results,).
 
         Args:
-            runs: counter that is updated with the number of problems without an unexpected error
-                after each number of runs.
+            runs: counter by number of runs, to which the problems without an unexpected error after
+                so many runs are added.
         """
         every = torch.arange(BATCH)
         truth = self.run(torch.float64, every)

@@ -1,4 +1,4 @@
-"""Pytest plugin for GPUs: a record of each test as it ends, time limits, and workers that give way.
+"""Pytest plugin for GPUs: a record of each test as it ends, time limits, new workers after crashes.
 
     pytest -p gpu_records -n 8 --records FILE --unit-seconds 60 ...
 
@@ -26,7 +26,7 @@ BROKEN = (
     "CUDA error", "illegal memory access", "misaligned address", "unspecified launch failure",
     "illegal instruction",
 )  # fmt: skip
-PROPERTY = "gpu_record"  # name of the property of a report that holds its record
+PROPERTY = "gpu_record"  # key of the record in user_properties of a report
 MESSAGE = 600  # characters of a message that are kept
 TRACEBACK = 4000  # characters of a traceback that are kept
 
@@ -55,7 +55,7 @@ def status_of(error: BaseException) -> str:
 
 
 class _Guard:
-    """In the process that runs tests: status and limit of each test, and the end after a crash."""
+    """Plugin of a worker: reports tests, and ends the worker after a hang or a broken context."""
 
     def __init__(self, limit: float, records: Path | None) -> None:
         self.limit, self.records = limit, records
@@ -99,7 +99,7 @@ class _Guard:
 
 
 class _Recorder:
-    """In the main process: writes the records of all workers."""
+    """Plugin of the main process: writes the records of all workers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,6 +151,6 @@ def shortened(message: str) -> str:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Append a line to a file in one write, so that several processes can."""
+    """Append a line to a file in one write, so that several processes can share the file."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

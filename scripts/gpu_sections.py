@@ -53,7 +53,7 @@ def _checks(backends: str, *arguments: str, **options: object) -> Run:
 
 
 def on_gpu() -> list[Section]:
-    """Return the sections of a session on a GPU with 16 cores; they fit 530 seconds."""
+    """Return the sections of a 530-second session on a machine with a GPU and 16 cores."""
     steal = ("--dist", "worksteal")
     smoke = ("tests/gpu/test_smoke.py", "-k")
     speed = ("benchmarks", "-m", "gpu", "--gpu-backend", "{backend}", "--gpu-seconds", "180")

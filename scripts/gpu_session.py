@@ -81,7 +81,7 @@ class Records:
     path: Path
     position: int = 0
     planned: int = 0
-    begun: dict[str, float] = field(default_factory=dict)  # units without a record, and when begun
+    begun: dict[str, float] = field(default_factory=dict)  # start times of units without a record
     by_unit: dict[str, Record] = field(default_factory=dict)
 
     def read(self) -> None:
@@ -110,7 +110,7 @@ class Records:
                 self.by_unit[unit] = {"seconds": seconds, "data": {}, **entry}
 
     def finish(self, status: str, message: str) -> None:
-        """Give a record to the units that were begun and have none."""
+        """Add a record for each unit that has begun and has none."""
         for unit in list(self.begun):
             self.add({"unit": unit, "status": status, "message": message})
 
@@ -222,7 +222,7 @@ class Session:
         active.process = Process.start(command, log, self._environment(run))
 
     def _end_run(self, active: Active, reason: str) -> None:
-        """Take the records of a run that ended, or end it for a reason."""
+        """Record the results of a run that has ended; if a reason is given, end it first."""
         assert active.process is not None and active.records is not None
         active.process.kill()
         status = active.process.popen.returncode
@@ -356,7 +356,7 @@ class Session:
                 self.results[name] = record["data"].get(name) or self.results[name]
 
     def _write(self) -> None:
-        """Replace results.json by what is known now, with the records of running sections."""
+        """Write all results so far to results.json, including those of running sections."""
         running = [
             {"section": a.section.name, **record}
             for a in self.active

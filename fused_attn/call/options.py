@@ -233,7 +233,7 @@ def checked_seed(
             )
         seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # NumPy ints may overflow
         if not -(1 << 63) <= seed < 1 << 64:
-            raise ValueError(f"seed must have 64 bits, got {seed}")
+            raise ValueError(f"seed must fit in 64 bits, got {seed}")
     if seed is None or dropout_p == 0.0:
         return None
     if isinstance(seed, Tensor):

@@ -43,7 +43,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     shortest, longest = (int(x) for x in torch.aminmax(lengths))
     if shortest < 0 or longest > max_seqlen:
         raise ValueError(
-            f"{name} must have steps in [0, {max_seqlen}], got [{shortest}, {longest}]{cumulative}"
+            f"{name} must increase in steps of 0 to {max_seqlen}, "
+            f"got steps of {shortest} to {longest}{cumulative}"
         )
 
 

@@ -45,7 +45,9 @@ def agreed(
         raise error
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
-        raise ValueError(f"the arguments of rank {', '.join(failed)} are invalid; see its error")
+        raise ValueError(
+            f"the arguments are invalid on rank {', '.join(failed)}; see the error there"
+        )
     for column, name in enumerate(shared, 1):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:

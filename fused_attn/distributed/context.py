@@ -91,7 +91,7 @@ def context_parallel(
         count = f"{len(buffers)} values (one for each buffer)"
         raise ValueError(f"buffer_seq_dims must have {count}, got {len(buffer_seq_dims)}")
     if not buffers:
-        raise ValueError("buffers must not be empty: their size is the length of the sequence")
+        raise ValueError("buffers must not be empty: their sizes define the sequence length")
     kept = no_restore_buffers or set()
     if any(not any(buffer is own for own in buffers) for buffer in kept):
         raise ValueError("no_restore_buffers must be a subset of buffers")

@@ -110,8 +110,8 @@ def plan_of(
         starts_of = (p.positions.start for of_rank in (*pieces, *pieces_k) for p in of_rank)
         if any(start % DECISIONS for start in starts_of):  # on all ranks alike
             raise ValueError(
-                f"positions must form runs that begin at multiples of {DECISIONS} in their "
-                "sequence, for a prefix mask with dropout"
+                "with a prefix mask and dropout, positions must form runs that begin at multiples "
+                f"of {DECISIONS} in their sequence"
             )
 
     def blocks(of: int, by: int) -> list[tuple[Piece, Piece]]:

@@ -149,7 +149,7 @@ class _RingBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("distributed attention has no second derivatives")
+        raise NotImplementedError("distributed attention does not support second derivatives")
 
 
 def _received(

@@ -50,7 +50,7 @@ def refuse_unknown_fields(spec: Any, what: str) -> None:
     """
     names = unknown_fields(spec)
     if names:
-        raise NotImplementedError(f"{what} does not support {', '.join(names)} of a mask")
+        raise NotImplementedError(f"{what} does not support masks with {', '.join(names)}")
 
 
 def _is_set(value: Any, default: Any) -> bool:

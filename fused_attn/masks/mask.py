@@ -105,7 +105,9 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         if any(mask.biases or mask.slopes for mask in (self, other)):
-            raise ValueError("masks with a bias or ALiBi cannot be united: use (a | b) & bias")
+            raise ValueError(
+                "masks with a bias or ALiBi cannot be combined by |: use (a | b) & bias"
+            )
         return Mask(mask_mods=((self, other),))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -340,7 +340,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         if any(isinstance(term, Mask) for term in terms):
             raise ValueError(
                 "attn_mask must be a tensor in a module with add_bias_kv or add_zero_attn, "
-                "got a Mask: it does not say that the appended keys are visible"
+                "got a Mask, which does not cover the appended keys"
             )
         batch, num_heads, _, head_dim = k.shape
         if self.add_zero_attn:

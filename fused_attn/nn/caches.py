@@ -117,7 +117,9 @@ def check_no_grad(*tensors: Tensor) -> None:
 
 def _require_allocated(kept: Tensor | None) -> Tensor:
     if kept is None:
-        raise ValueError("the cache must have positions or room for them, got an empty one")
+        raise ValueError(
+            "the cache must have buffers, got an empty one: call append or make_room first"
+        )
     return kept
 
 
@@ -189,8 +191,9 @@ class DecoderCache:
         wanted = torch.arange(count, device=rows.device).repeat_interleave(group)
         if group * count != rows.numel() or not torch.equal(rows // before, wanted):
             raise ValueError(
-                "memories must be given unless rows select equally many sequences for each memory, "
-                f"in order, got rows {rows.tolist()} of {count} memories with {before} rows each"
+                "memories must be given unless rows select the same number of sequences for each "
+                f"memory, in order, got rows {rows.tolist()} and {count} memories with {before} "
+                "sequences each"
             )
 
     @contextlib.contextmanager

@@ -36,8 +36,8 @@ class _Layer(FromTorch):
         for name in ("_sa_block", "_mha_block", "_ff_block"):
             if name in cls.__dict__:
                 raise TypeError(
-                    f"{cls.__name__} must not override {name}, which is not called here: dropout "
-                    "and residual are part of the norm; override _self_attend, _cross_attend or "
+                    f"{cls.__name__} must not override {name}, which it never calls: dropout and "
+                    "residual are fused into the norm; override _self_attend, _cross_attend or "
                     "_feed_forward, which return the sublayer before dropout"
                 )
 

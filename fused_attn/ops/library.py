@@ -162,7 +162,9 @@ def _run_attention_bwd(
     shape = (*rows, call.value.shape[3])
     lows = [out_residual] if out.dtype.itemsize == 2 else []
     if any(t.shape != shape for t in (grad_out, out, *lows)):
-        raise ValueError(f"out, grad_out, and out_residual of 16-bit types must have shape {shape}")
+        raise ValueError(
+            f"out, grad_out and (for 16-bit types) out_residual must have shape {shape}"
+        )
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
@@ -241,7 +243,7 @@ def _check_attention(call: AttentionCall) -> None:
     check_length(seqlen_q, seqlen_k)
     if spec.cu_seqlens_q is not None:
         if query.shape[0] != 1 or spec.cu_seqlens_k is None or spec.bounds is None:
-            raise ValueError("packed sequences must have one batch, cu_seqlens_k and bounds")
+            raise ValueError("packed sequences must have batch size 1, cu_seqlens_k and bounds")
         check_cu_seqlens("cu_seqlens_q", spec.cu_seqlens_q, seqlen_q, query.shape[2])
         check_cu_seqlens("cu_seqlens_k", spec.cu_seqlens_k, seqlen_k, key.shape[2])
         if spec.cu_seqlens_k.shape[0] != batch + 1:

@@ -214,7 +214,7 @@ def require_memory(
     else:
         return
     if needed > there:
-        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, and {there / 2**30:,.0f} are there"
+        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, {there / 2**30:,.0f} available"
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 

@@ -54,7 +54,7 @@ class Shape:
             ) from None
         if min(vars(shape).values()) < 1 or shape.num_heads % shape.num_heads_kv:
             raise ValueError(
-                f"shape must have positive sizes, and heads that heads_kv divides, got {text!r}"
+                f"shape must have positive sizes, and heads divisible by heads_kv, got {text!r}"
             )
         return shape
 
@@ -229,7 +229,7 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
         if kind is None or (size and not (kind.size and size.isdecimal() and int(size))):
             sized = [f"{name}[:SIZE]" if kind.size else name for name, kind in MASKS.items()]
             raise ValueError(
-                f"mask must be none, or of {', '.join(sized)}, joined by +, got {text!r}"
+                f"mask must be none, or one or more of {', '.join(sized)} joined by +, got {text!r}"
             )
         own = kind.make(shape, int(size or kind.size))
         mask = own if mask is None else mask & own

@@ -274,10 +274,10 @@ def _check_repeats(
         return
     layer = next((name for name, kind in apart if kind == "layer output"), None)
     raise ValueError(
-        f"model must give the same outputs each time, got {outputs[0][0]} off by "
-        f"{apart[outputs[0]]:.2e} between two runs with eager attention"
-        f"{f' (first apart: {layer})' if layer else ''}: does it draw random numbers? Pass them "
-        "as inputs, or compare a part of it"
+        "model must give the same outputs in every run, got a difference of "
+        f"{apart[outputs[0]]:.2e} in {outputs[0][0]} between two runs with eager attention"
+        f"{f' (first layer that differs: {layer})' if layer else ''}: does it draw random numbers? "
+        "Pass them as inputs, or compare a part of it"
     )
 
 
@@ -303,9 +303,10 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
         error = contract.errors(eager[name, kind], reference)[1]
         if error > most * size > 0.0:
             raise ValueError(
-                f"model must compute in float64 what it computes in {str(dtype)[6:]}, got {name} "
-                f"off by {error:.2e} of {size:.2e} (rms) with eager attention: does it draw random "
-                "numbers, or choose between values that are nearly equal? Compare a part of it"
+                f"model must give about the same outputs in float64 and {str(dtype)[6:]}, got an "
+                f"rms error of {error:.2e} in {name} with eager attention (rms of the largest "
+                f"output: {size:.2e}): does it draw random numbers, or choose between nearly equal "
+                "values? Compare a part of it"
             )
 
 

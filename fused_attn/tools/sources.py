@@ -64,7 +64,9 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
     if not (module and colon and function) or "/" in source:
         raise ValueError(f"SOURCE must be an existing folder or module:function, got {source!r}")
     if (batch, seqlen) != (None, None):
-        raise ValueError(f"--batch and --seqlen are for a folder: {source} has its own inputs")
+        raise ValueError(
+            f"--batch and --seqlen apply only to a folder: {source} returns its inputs"
+        )
     return _from_function(module, function)
 
 

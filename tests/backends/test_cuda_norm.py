@@ -1,4 +1,4 @@
-"""CUDA norms with shapes that test_norm.py does not have: several rounds, wide and odd rows."""
+"""CUDA norms of shapes that test_norm.py does not cover: several rounds, wide and odd rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
 
 
 def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """There are 35 partial sums, so the first warp adds a second one."""
+    """With 35 partial sums for 32 warps, the first warps add two each."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -49,7 +49,7 @@ def test_16_bit_row_in_stretches():
 
 @pytest.mark.parametrize("columns", [12304, 6401])
 def test_cancellation_over_stretches(columns):
-    """The mean of the first chunk of a row differs from that of the row."""
+    """The mean of the first chunk of a row differs from the mean of the row."""
     noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
     tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")

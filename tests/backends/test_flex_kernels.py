@@ -103,14 +103,14 @@ class Problem:
         return {"out0": out.detach(), "out1": lse.detach(), **named}
 
     def to_run(self):
-        """Return the tensors of the generated code, and the gradients of out and lse."""
+        """Return the inputs of the generated code, and the gradients of out and lse."""
         call = self.call()
         tensors = flat_tensors(call)[1]
         empty = reference.attention(call)[1] == float("-inf")
         return tensors, [self.grads[0].to(self.dtype), self.grads[1].masked_fill(empty, 0.0)]
 
     def named(self, results):
-        """Return the results of the generated code by name."""
+        """Return the results of the generated code as a dict by name."""
         out, lse, grads = results
         tensors = flat_tensors(self.call())[1]
         places = {"query": 0, "key": 1, "value": 2}

@@ -183,7 +183,7 @@ def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
 def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
-    """Both selections for a call must give the same backend."""
+    """Validated and unvalidated calls become the same problem, so they run on the same backend."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(needs_grad)
@@ -434,7 +434,7 @@ def marked(x, backend):
 
 
 def test_compiled_calls_are_chosen_alike(stand_in):
-    """One graph selects by the class of each length."""
+    """One graph selects the backend of each length by its class of problems."""
     stored()
     torch.compiler.reset()
     compiled = torch.compile(lambda x: marked(x, stand_in), fullgraph=True, backend="eager")

@@ -18,8 +18,8 @@ MISTAKES = {
     "heads": "num_heads must be the same on all 4 ranks, got 4, 5, 4, 4",
     "scale": "scale, softcap and dropout_p must be the same on all 4 ranks",
     "positions": "positions of all ranks must be range(length)",
-    "positions of one rank": ("positions must be integers of shape", "rank 1 are invalid"),
-    "rows": ("query must have 8 rows on rank 1", "rank 1 are invalid"),
+    "positions of one rank": ("positions must be integers of shape", "invalid on rank 1"),
+    "rows": ("query must have 8 rows on rank 1", "invalid on rank 1"),
     "sharding": "positions must be the same on all 4 ranks",
 }
 

@@ -61,7 +61,7 @@ def esm(q, k, v):
 
 
 def swin(q, k, v):
-    """Windows share a mask, for which the scores get one more dimension."""
+    """The scores get a dimension for windows, to which the mask of shifted windows is added."""
     attn = (q @ k.transpose(-2, -1)) * D**-0.5 + BIAS.to(q.dtype).unsqueeze(0)
     mask = torch.where(CAUSAL, 0.0, -100.0).to(q.dtype).expand(B, L, L)
     attn = attn.view(B // 2, 2, H, L, L) + mask.unsqueeze(1).unsqueeze(0)
@@ -69,7 +69,7 @@ def swin(q, k, v):
 
 
 def sam(q, k, v):
-    """Keys and queries get two dimensions each, for a row bias and a column bias."""
+    """Positions are split into rows and columns, with a bias for each."""
     q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
     attn = q @ k.transpose(-2, -1) / 4
     rows, columns = (torch.linspace(-1, 2, n, dtype=q.dtype) for n in (20, 32))
@@ -125,7 +125,7 @@ def capped(q, k, v):
 
 
 def espnet(q, k, v):
-    """The weights of padding are also set to 0 after the softmax."""
+    """The weights of padding keys are also set to 0 after the softmax."""
     hidden = PADDING.eq(0)
     scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -133,7 +133,7 @@ def espnet(q, k, v):
 
 
 def in_steps(q, k, v):
-    """The operations are in place, so that none reads the result of the previous one."""
+    """The operations are in place, so their return values are unused."""
     scores = q @ k.transpose(-2, -1)
     scores.mul_(0.25)
     scores.masked_fill_(~CAUSAL, INF)
@@ -142,7 +142,7 @@ def in_steps(q, k, v):
 
 
 def shifted(q, k, v):
-    """Weights of another dtype are computed too, but not used."""
+    """Weights are also computed in another dtype, but not used."""
     sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
     sim = sim - sim.amax(dim=-1, keepdim=True).detach()
     weights = sim.softmax(dim=-1, dtype=torch.float32)
@@ -151,7 +151,7 @@ def shifted(q, k, v):
 
 
 def viewed(q, k, v):
-    """The view after attention needs the layout of a matrix product."""
+    """The view needs an output with the strides that a matrix product returns."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 
@@ -196,7 +196,7 @@ def test_a_bias_has_its_gradient():
 
 @pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
 def test_rows_that_a_number_hides_are_as_in_eager(fill):
-    """All keys of the second sequence are masked: its rows are means, without a gradient."""
+    """All keys of the second sequence are masked: eager averages the values; dQ and dK are 0."""
     mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
     names = dict(zip(("query", "key", "value"), operands(), strict=True))
 

@@ -1,7 +1,7 @@
 """diffusers' models with random weights: attention by `enable()`, norms by `swap_modules`.
 
-Their attention calls torch's `scaled_dot_product_attention`. Neither torch's group norms nor the
-RMS norms, which are diffusers' own modules, are swapped.
+Their attention calls torch's `scaled_dot_product_attention`. The group norms, from torch, and
+the RMS norms, from diffusers, are not swapped.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_multihead_attention(attn_mask, training):
 
 
 def test_inference_path_in_cpp_is_left_alone():
-    """torch's inference path does not call the patched function, unless torch disables it."""
+    """torch's C++ fast path bypasses the patched function; without that path, it is called."""
     module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()  # not with odd heads
     x = torch.randn(BATCH, LEN_Q, 24)
     with torch.no_grad(), taken_over() as computed:

@@ -130,7 +130,7 @@ def test_compiled_graphs_do_not_change():
 
 
 def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
-    """torch.compile's caches are keyed by the graph, which is the same without enable()."""
+    """torch.compile's caches are keyed by the graph and a tag; only the tag depends on enable()."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
     hits = torch._dynamo.utils.counters["aot_autograd"]

@@ -1,4 +1,4 @@
-"""Other fused blocks of BERT-like layers: classes, numerics, and unfused cases."""
+"""Fused blocks of BERT-like layers besides attention: classes, numerics, and unfused cases."""
 
 import copy
 import pickle
@@ -115,7 +115,7 @@ def test_hooks_see_what_they_did(name):
 
 
 def test_replaced_linear_is_called():
-    """Adapters replace the module `dense`."""
+    """An adapter that replaces the module `dense` is called."""
 
     class Doubled(torch.nn.Linear):
         def forward(self, x):

@@ -33,11 +33,11 @@ def kernel_calls():
 
 
 class MyLayer(torch.nn.TransformerEncoderLayer):
-    """User-defined layer that is like torch's."""
+    """User-defined subclass of torch's layer that overrides nothing."""
 
 
 class MyEncoder(torch.nn.TransformerEncoder):
-    """User-defined stack that is like torch's."""
+    """User-defined subclass of torch's stack that overrides nothing."""
 
 
 def layer(kind=torch.nn.TransformerEncoderLayer):

@@ -88,7 +88,7 @@ def test_numerics(case):
 
 @pytest.mark.parametrize("case", ["swin"], indirect=True)
 def test_relative_position_bias_is_learned(case):
-    """The bias arrives as a float mask, in shifted windows added to the window mask."""
+    """The bias arrives as a float mask, which in shifted windows includes the window mask."""
     model, images, calls, _ = case
     with taken_over() as computed:
         results = run(model, (images,))

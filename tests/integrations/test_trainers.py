@@ -1,6 +1,6 @@
 """20 steps of a BERT before and after the swap, with accelerate, Trainer and Lightning.
 
-Losses are those of eager attention, step by step.
+The loss of each step equals that of eager attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def examples() -> list[dict[str, Any]]:
 
 
 def check(train: Callable[[torch.nn.Module], list[float]]) -> None:
-    """Assert that losses of a training are the same on eager attention and on ours.
+    """Assert that training has the same losses with eager attention and with ours.
 
     The dtype is float64, because AdamW amplifies float32 rounding to 4e-5 of a loss in 20 steps.
     """

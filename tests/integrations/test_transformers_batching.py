@@ -1,4 +1,4 @@
-"""`generate_batch` of Hugging Face transformers gives the tokens that `generate` gives on eager."""
+"""`generate_batch` of transformers returns the tokens of `generate` with eager attention."""
 
 import pytest
 import torch

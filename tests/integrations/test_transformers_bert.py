@@ -51,7 +51,7 @@ def inputs(padded=True):
 
 
 class Last(torch.nn.Module):
-    """Return only the tensors of the output, for `run`; only real tokens of hidden states."""
+    """Wrapper for `run` that returns only the tensors of the output, without padded tokens."""
 
     def __init__(self, model):
         super().__init__()

@@ -53,7 +53,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def exact_softmax(monkeypatch):
-    """Some eager attention functions compute the softmax in float32, even in float64 models."""
+    """Make softmax ignore `dtype`: eager attention may request float32 even in float64 models."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)

@@ -265,7 +265,7 @@ def test_copies_and_pickles(name):
     ],
 )
 def test_compiled_encoders(name, packed):
-    """Batches are packed if sizes in a graph may depend on values."""
+    """Batches are packed if graphs may have data-dependent sizes."""
     fused, call = model(name), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
     expected, backend = run(Tokens(fused, REAL["right"]), (), call), Recorded()
@@ -313,7 +313,7 @@ def test_compiled_models(name, fullgraph, packings):
 
 
 def test_arguments_of_models_with_rotary_embeddings(packings):
-    """Positions, token types and embeddings are packed; tuples and recorded layers are padded."""
+    """Batches with these arguments are packed, unless they request tuples or hidden states."""
     eager, call = model("Gte"), inputs(REAL["left"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)

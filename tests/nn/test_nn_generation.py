@@ -230,7 +230,7 @@ def searched(seed=0, **kwargs):
 
 
 def score_of(theirs, words, memory):
-    """Return a function of (b, sequence): log-probabilities of its tokens, by torch's decoder."""
+    """Return a function of (b, tokens): torch's log-probabilities of all tokens, by position."""
 
     @torch.no_grad()
     def score(b, tokens):

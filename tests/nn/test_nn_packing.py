@@ -257,7 +257,7 @@ def test_little_padding_does_not_pay(packings):
 
 @pytest.fixture
 def any_size():
-    """Sizes in a graph may depend on values."""
+    """Allow graphs with data-dependent sizes."""
     torch.compiler.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield

@@ -1,6 +1,6 @@
 """Many gradients in one backward: is_grads_batched, vectorized Jacobians and Hessians, torch.vmap.
 
-Under gradcheck, tests/ops/test_gradcheck.py has them for more masks and options.
+tests/ops/test_gradcheck.py covers more masks and options.
 """
 
 from __future__ import annotations

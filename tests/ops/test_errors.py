@@ -284,7 +284,8 @@ CASES = {
         lambda: varlen_attention(
             *[torch.randn(7, 2, 8)] * 3, *[torch.tensor([0, 8, 3, 7])] * 2, 4, 4
         ),
-        ValueError, "must have steps in [0, 4], got [-5, 8]; lengths are cumulative here",
+        ValueError,
+        "must increase in steps of 0 to 4, got steps of -5 to 8; lengths are cumulative here",
     ),
     "report_called": (
         lambda: fused_attn.swap_modules(torch.nn.Sequential(torch.nn.LayerNorm(8)))(Q),

@@ -1,6 +1,6 @@
 """gradcheck and gradgradcheck in float64; the first order runs on the kernels.
 
-For backends without float64, other files test the first order, and the end of this one the second.
+Backends without float64: other files test the first order; the end of this file tests the second.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def elements_of(intervals, shape):
 @pytest.mark.sampled("the first hundred are there", start=range(100, 600))
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_structured_masks(start):
-    """Random masks give the dense mask's visible positions and FlexAttention's block lists."""
+    """Intervals of random masks equal the dense mask, and block lists equal FlexAttention's."""
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))
@@ -91,7 +91,7 @@ def test_structured_masks(start):
 @pytest.mark.sampled("the first hundred are there", start=range(100, 300))
 @pytest.mark.parametrize("start", range(0, 300, 100))
 def test_other_masks(start):
-    """With dense tensors and shuffled documents, no visible block is missing."""
+    """Block lists of dense tensors and shuffled documents include every visible block."""
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2]), 2, draw.randint(1, 100), draw.randint(1, 100))

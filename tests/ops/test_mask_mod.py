@@ -69,7 +69,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 
 
 def test_random_intervals():
-    """Functions whose rows are intervals have the same positions, whatever is recognized."""
+    """Visible positions of masks with one interval per row do not depend on what is recognized."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(high, *size):
@@ -199,7 +199,7 @@ def attend(query, key, mask, lengths):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_alignment_does_not_depend_on_what_is_recognized(hidden):
-    """Bands at the bottom right end where the sequences end, not where a function ends."""
+    """Bottom-right bands align to the ends of the sequences, not to the last key of a function."""
     few = masks.from_mask_mod(lambda b, h, q, k: (k < 5) & ((q != 1) | (k != 3) | (not hidden)))
     for other in (masks.causal("bottom_right"), masks.sliding_window(2, 0, "bottom_right")):
         query, key = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 8)
@@ -288,7 +288,7 @@ def test_refusals():
         fused_attn.scaled_dot_product_attention(query, query, query, mask)
     with pytest.raises(TypeError, match="mask_mod must be a function, got Tensor"):
         masks.from_mask_mod(torch.ones(3))
-    with pytest.raises(ValueError, match="cannot be united"):
+    with pytest.raises(ValueError, match=r"cannot be combined by \|"):
         masks.causal() | masks.bias(torch.zeros(3, 3))
     with pytest.raises(TypeError):
         masks.causal() | torch.ones(3, 3, dtype=torch.bool)

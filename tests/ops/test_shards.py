@@ -63,7 +63,7 @@ def origin_of(part, device):
 
 
 def shard(part, backend, dtype=torch.float32, one_key_head=False):
-    """Return the call of a part; the value is the identity, so out is the weights."""
+    """Return the call of one shard; the value is the identity, so out is the weights."""
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
     heads_kv = 1 if one_key_head else heads
@@ -76,7 +76,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 
 def assert_keeps(call, backend, keep, with_lse):
-    """Assert which weights a call keeps; with_lse selects the kernels of training."""
+    """Assert that dropout keeps the weights `keep`; with_lse selects the training kernels."""
     out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 
@@ -246,7 +246,7 @@ def test_counters_have_32_bits(backend):
 
 
 def norm_shard(backend, dtype, columns, rms, batch0, rows):
-    """Return the call of some rows of some of 5 sequences of 20, and the mask of kept elements."""
+    """Return a call for a shard of 5 sequences of 20 rows, and its mask of kept elements."""
     device, runs = device_of(backend), len(batch0)
     x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
     first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0

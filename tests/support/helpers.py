@@ -42,8 +42,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
 # Emulated kernels run serially on the CPU and take seconds per call, unlike other backends.
 SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
-# Marker for parametrizations over dtypes and another parameter. The 16-bit dtypes differ only in
-# how tiles are loaded and stored. test_shapes covers float16, as does
+# Marker that leaves float16 out of parametrizations over dtypes and another parameter. The 16-bit
+# dtypes differ only in how tiles are loaded and stored. test_shapes covers float16, as does
 # test_weight_of_the_same_type for norms.
 ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
 

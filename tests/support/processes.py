@@ -65,7 +65,7 @@ class Processes:
         return [result for _, result in results]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-        """Call as `run` does, and return (traceback or "", result) of each rank."""
+        """Call function(*args) on all ranks and return (traceback or "", result) of each."""
         for pipe in self.pipes:
             pipe.send((function, args))
         return [_received(pipe) for pipe in self.pipes]

@@ -27,7 +27,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]  # results of the shards, and of one pr
 
 @functools.cache
 def mesh_of(*sizes: int) -> DeviceMesh:
-    """Return the mesh of all ranks, with the last of the names "dp" and "tp"."""
+    """Return a mesh of all ranks with dimensions ("dp", "tp"), or ("tp",) for one size."""
     names = ("dp", "tp")[-len(sizes) :]
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 

@@ -101,7 +101,7 @@ def test_version(capsys):
         ([], ["COMMAND"]),
         (["nothing"], ["'nothing'"]),
         (["bench", "--shape", "1,2,3"], ["--shape", "'1,2,3'"]),
-        (["bench", "--shape", "1,3/2,8,8,8"], ["divides", "'1,3/2,8,8,8'"]),
+        (["bench", "--shape", "1,3/2,8,8,8"], ["divisible by heads_kv", "'1,3/2,8,8,8'"]),
         (["bench", "--mask", "causal,moon"], ["joined by +", "'moon'"]),
         (["bench", "--mask", "causal:4"], ["'causal:4'"]),
         (["bench", "--dtype", "int8"], ["float32, bfloat16, float16", "'int8'"]),
@@ -116,7 +116,7 @@ def test_version(capsys):
         (["compare", "test_cli:nothing"], ["function of test_cli", "'nothing'"]),
         (["compare", "test_cli:just_a_model"], ["(model, args tuple)", "got (Trans"]),
         (["compare", "test_cli:failing"], ["RuntimeError: two lines"]),
-        (["compare", "test_cli:random_example"], ["same outputs each time"]),
+        (["compare", "test_cli:random_example"], ["same outputs in every run"]),
         (["compare", "test_cli:example", "--batch", "3"], ["--batch and --seqlen"]),
         (["compare", "."], ["config.json"]),
     ],
@@ -130,7 +130,7 @@ def test_errors_are_one_line(capsys, argv, words, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reason: there is a GPU")
 def test_no_gpu_is_a_one_line_error(capsys):
-    assert_one_line_error(run(capsys, "bench", "--device", "cuda"), "torch sees none")
+    assert_one_line_error(run(capsys, "bench", "--device", "cuda"), "torch finds none")
 
 
 def test_traceback_on_demand(capsys):

@@ -82,9 +82,9 @@ def _allow_generate_batch(library: Any) -> None:
             switch(self, model, *args, **kwargs)
         elif not model._supports_flash_attn:
             raise NotImplementedError(
-                f"fused_attn does not support {type(model).__name__} in continuous batching: its "
-                "attention depends on masks, which continuous batching replaces by lengths, and "
-                "it does not support flash-attn for this reason; use generate"
+                f"fused_attn does not support {type(model).__name__} in continuous batching, "
+                "which passes lengths instead of masks: like flash-attn, it needs a model whose "
+                "attention does not depend on masks; use generate"
             )
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

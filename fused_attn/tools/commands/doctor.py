@@ -78,7 +78,7 @@ def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for gpu in machine["gpus"]:
         yield "GPU", f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}"
     if not machine["gpus"]:
-        yield "GPU", "torch sees none"
+        yield "GPU", "torch finds none"
     if machine["cudnn"]:
         yield "cuDNN", str(machine["cudnn"])
 

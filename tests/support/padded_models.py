@@ -63,12 +63,16 @@ def made(name: str, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, T
 def recorded_packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing | None]:
     """Return a list to which each later run of a stack appends its Packing; None if not packed."""
     seen: list[Packing | None] = []
-    packing_of = transformer.packing_of
 
-    def recording(*args: Any, **kwargs: Any) -> Packing | None:
-        seen.append(packing_of(*args, **kwargs))
-        return seen[-1]
+    def record(module: Any, name: str) -> None:
+        real = getattr(module, name)
 
-    for module in (transformer, encoders):
-        monkeypatch.setattr(module, "packing_of", recording)
+        def recording(*args: Any, **kwargs: Any) -> Packing | None:
+            seen.append(real(*args, **kwargs))
+            return seen[-1]
+
+        monkeypatch.setattr(module, name, recording)
+
+    record(transformer, "packing_of")
+    record(encoders, "_packing")
     return seen

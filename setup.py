@@ -151,7 +151,24 @@ class WheelWithSbom(bdist_wheel):
         path.write_text(json.dumps(sbom, indent=1) + "\n")
 
 
+def project_urls() -> dict[str, str]:
+    """Return the links of the package's page, if the build names the repository it belongs to.
+
+    An unknown address is left out: a build of the sdist elsewhere has none.
+    """
+    repository = os.environ.get("FUSED_ATTN_REPOSITORY")
+    if not repository:
+        return {}
+    return {
+        "Source": repository,
+        "Documentation": f"{repository}/tree/main/docs",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
 setup(
+    project_urls=project_urls(),
     ext_modules=[
         Extension("fused_attn._cpu", sources=[]),
         Extension("fused_attn._cuda", sources=[], optional=True),

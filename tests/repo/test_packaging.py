@@ -56,6 +56,16 @@ def test_csrc_includes_no_torch_header():
     assert not offenders
 
 
+@pytest.mark.parametrize("repository", ["https://example.org/some/fork", ""])
+def test_metadata_links_to_the_repository_that_the_build_names(repository, tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    variables = {**os.environ, "FUSED_ATTN_REPOSITORY": repository}
+    subprocess.run(command, check=True, cwd=ROOT, env=variables)
+    (written,) = tmp_path.glob("*.egg-info/PKG-INFO")
+    links = re.findall("^Project-URL: (.*), (.*)$", written.read_text(), re.MULTILINE)
+    assert bool(links) == bool(repository) and all(url.startswith(repository) for _, url in links)
+
+
 def test_version_is_that_of_the_metadata():
     assert fused_attn.__version__ == metadata.version("fused-attn")
     assert f"version: {fused_attn.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -156,7 +156,7 @@ def project_urls() -> dict[str, str]:
 
     An unknown address is left out: a build of the sdist elsewhere has none.
     """
-    repository = os.environ.get("FUSED_ATTN_REPOSITORY")
+    repository = os.environ.get("RELEASE_REPOSITORY")
     if not repository:
         return {}
     return {

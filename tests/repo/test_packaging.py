@@ -59,7 +59,7 @@ def test_csrc_includes_no_torch_header():
 @pytest.mark.parametrize("repository", ["https://example.org/some/fork", ""])
 def test_metadata_links_to_the_repository_that_the_build_names(repository, tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
-    variables = {**os.environ, "FUSED_ATTN_REPOSITORY": repository}
+    variables = {**os.environ, "RELEASE_REPOSITORY": repository}
     subprocess.run(command, check=True, cwd=ROOT, env=variables)
     (written,) = tmp_path.glob("*.egg-info/PKG-INFO")
     links = re.findall("^Project-URL: (.*), (.*)$", written.read_text(), re.MULTILINE)

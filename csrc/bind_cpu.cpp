@@ -28,6 +28,41 @@ void activation(const py::kwargs& kwargs) {
   run_entry(&KernelTable::activation, params);
 }
 
+// Arguments as in `Backend.rotary`; positions are int64, contiguous.
+void rotary(const py::handle& input, const py::handle& cos, const py::handle& sin,
+            const py::handle& positions, bool interleaved, bool whole, bool backward,
+            const py::handle& out, int64_t num_threads) {
+  RotaryParams p{};
+  const TensorView x = view_of(input), y = view_of(out);
+  const auto read_table = [&](const py::handle& table, const void** data, int64_t* strides) {
+    const TensorView view = view_of(table);
+    *data = view.data;
+    if (view.ndim == 3) strides[0] = view.broadcast_stride(0);
+    strides[1] = view.strides[view.ndim - 2];
+    return view;
+  };
+  const TensorView factors = read_table(cos, &p.cos, p.cos_strides);
+  read_table(sin, &p.sin, p.sin_strides);
+  const int64_t width = factors.shape[factors.ndim - 1];
+  p.dtype = x.dtype();
+  p.table_dtype = factors.dtype();
+  p.batch = x.shape[0];
+  p.num_heads = x.shape[1];
+  p.seqlen = x.shape[2];
+  p.head_dim = x.shape[3];
+  p.whole = whole;
+  p.pairs = whole ? width / 2 : width;
+  p.interleaved = interleaved;
+  p.backward = backward;
+  p.input = x.data;
+  p.out = y.data;
+  std::copy(x.strides, x.strides + 3, p.input_strides);
+  std::copy(y.strides, y.strides + 3, p.out_strides);
+  p.positions = static_cast<const int64_t*>(view_of(positions).data);
+  p.num_threads = num_threads;
+  run_entry(&KernelTable::rotary, p);
+}
+
 void tile_summary(const py::kwargs& kwargs) {
   SummaryParams params{};
   Fields fields(kwargs);
@@ -71,6 +106,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("environment", [](const char* name) { return std::getenv(name); });
   m.def("empty_tensor", &empty_tensor);
   m.def("activation", &activation);
+  m.def("rotary", &rotary);
   m.def("tile_summary", &tile_summary);
   m.def("tile_kinds", &tile_kinds);
   m.def("tile_size", [](int64_t dtype) {

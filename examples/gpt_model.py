@@ -25,30 +25,16 @@ EPS = torch.finfo(torch.float32).eps  # eps of RMS norms; the default would depe
 WINDOW = 64  # number of visible positions in a windowed layer, including the query's position
 
 
-def rotation(start: int, seqlen: int) -> Tensor:
-    """Return unit complex numbers by position and feature pair, (seqlen, HEAD_DIM / 2).
+def rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles of positions (..., seqlen): (..., seqlen, HEAD_DIM / 2).
 
-    The angle is proportional to the position, with a different frequency for each pair.
+    An angle is proportional to the position, with another frequency for each pair of features. The
+    dot product of a query at position i and a key at j then depends on positions only by i - j.
 
     Source: Su et al. 2021, section 3.2.2. The frequencies are those of Vaswani et al. 2017.
     """
-    return rotation_of(torch.arange(start, start + seqlen))
-
-
-def rotation_of(positions: Tensor) -> Tensor:
-    """Return the rotation of any positions (..., seqlen): (..., seqlen, HEAD_DIM / 2)."""
-    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = positions[..., None] * frequencies
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def rotate(x: Tensor, by: Tensor) -> Tensor:
-    """Multiply feature pairs of x (batch, heads, seqlen, HEAD_DIM) by the complex numbers `by`.
-
-    The dot product of a query at position i and a key at j then depends on positions only by i - j.
-    """
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * by).flatten(-2)
+    angles = positions[..., None] * 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    return angles.cos(), angles.sin()
 
 
 class WindowCache(KeyValueCache):
@@ -80,13 +66,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(NUM_HEADS * HEAD_DIM, D_MODEL, bias=False)
 
     def forward(
-        self, x: Tensor, by: Tensor, mask: masks.Mask | None, cache: KeyValueCache | None
+        self,
+        x: Tensor,
+        by: tuple[Tensor, Tensor],
+        mask: masks.Mask | None,
+        cache: KeyValueCache | None,
     ) -> Tensor:
         """Return self-attention of x (batch, seqlen, D_MODEL), extended to cached positions."""
         query = self.query(x).unflatten(-1, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
         pair = self.key_value(x).unflatten(-1, (2, NUM_HEADS_KV, HEAD_DIM))
         key, value = pair.permute(2, 0, 3, 1, 4)  # (batch, NUM_HEADS_KV, seqlen, HEAD_DIM) each
-        query, key = rotate(query, by), rotate(key, by)
+        query, key = (fused_attn.rotary_embedding(x, *by, interleaved=True) for x in (query, key))
         if cache is not None:  # keys are cached after rotation, because positions do not change
             key, value = cache.append(key, value)
         out = fused_attn.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
@@ -157,9 +147,8 @@ class GPT(nn.Module):
         """
         seqlen = tokens.shape[1]
         if positions is None:
-            by = rotation(caches[0].length if caches else 0, seqlen)
-        else:
-            by = rotation_of(positions)[:, None]  # the same for all heads
+            positions = torch.arange(seqlen) + (caches[0].length if caches else 0)
+        by = rotation(positions)
         x, residual = self.embedding(tokens), None
         for i, block in enumerate(self.blocks):
             # A single query attends to all cached keys, so no mask is needed.

@@ -16,7 +16,12 @@ from fused_attn.backends import available_backends, use_backend
 from fused_attn.call import handlers as _handlers
 from fused_attn.call.call_counts import stats
 from fused_attn.decode import decode_attention
-from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
+from fused_attn.functional import (
+    layer_norm,
+    rms_norm,
+    rotary_embedding,
+    scaled_dot_product_attention,
+)
 from fused_attn.integrations import register_with_transformers
 from fused_attn.integrations.enable import disable, enable, enabled, register_with_torch
 from fused_attn.integrations.inductor import compile_pass
@@ -42,6 +47,7 @@ __all__ = [
     "masks",
     "nn",
     "rms_norm",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "stats",
     "swap_modules",

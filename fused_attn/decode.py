@@ -24,6 +24,7 @@ from fused_attn.call.kv_cache import (
     append,
     checked_update,
     contiguous_rows,
+    new_rows,
     with_cache_lengths,
 )
 from fused_attn.call.options import AttentionOptions
@@ -32,6 +33,7 @@ from fused_attn.call.validation import attention_call
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
 from fused_attn.ops import dispatch
+from fused_attn.ops.rotary import Rotation, checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
@@ -49,6 +51,9 @@ def decode_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
     **kwargs: NoReturn,
@@ -100,6 +105,10 @@ def decode_attention(
         softcap: replace scores by softcap * tanh(scores / softcap) before the mask is added; None
             disables it.
         sinks: as in scaled_dot_product_attention, but not differentiable.
+        rotary_cos, rotary_sin: (positions, width), tables of `rotary_embedding`, which is applied
+            to query and to key at their positions in the sequence. On CPUs, keys are rotated on
+            their way into the cache. None: no rotation.
+        rotary_interleaved: as interleaved in `rotary_embedding`.
         return_lse: also return lse, the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "flash", "flex", "sdpa" or "eager"; None selects a backend
             automatically.
@@ -138,17 +147,25 @@ def decode_attention(
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None and needs_grad(sinks):
         raise ValueError(NO_GRAD.format(name="sinks"))
+    rotation = None
+    if rotary_cos is not None or rotary_sin is not None:
+        tables = _checked_tables(rotary_cos, rotary_sin, update)
+        query = rotate(query, _rotation(query, update, *tables, rotary_interleaved))
+        if key is not None:
+            rotation = _rotation(key, update, *tables, rotary_interleaved)
     options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
     call = None
     if attn_mask is None:
-        call = _unchecked_call(query, update, is_causal, options, backend)
+        call = _unchecked_call(query, update, rotation, is_causal, options, backend)
     if call is not None:
         out, lse = dispatch.attention(call, return_lse, backend, sinks)
     else:
         want_lse = return_lse or sinks is not None
         mask = masks.as_mask(attn_mask)
+        if rotation is not None and key is not None:
+            update = update._replace(key=rotate(key, rotation))
         out, lse = _attend(query, update, mask, is_causal, options, want_lse, backend)
         if sinks is not None and lse is not None:
             out, lse = add_sinks(out, lse, checked_sinks(sinks, lse))
@@ -158,11 +175,12 @@ def decode_attention(
 def _unchecked_call(
     query: Tensor,
     update: CacheUpdate,
+    rotation: Rotation | None,
     is_causal: bool,
     options: AttentionOptions,
     named: str | None,
 ) -> UncheckedAttention | None:
-    """Append, and return the call of a step without attn_mask on the CPU.
+    """Rotate new keys, append, and return the call of a step without attn_mask on the CPU.
 
     Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
     for a small step (8 heads, 400 keys, head_dim 64).
@@ -183,10 +201,54 @@ def _unchecked_call(
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if chosen is None or chosen.wraps_torch:
         return None
-    append(update)
+    _append(update, rotation)
     longest = update.ends[1]
     call.key, call.value = (rows.narrow(2, 0, longest) for rows in contiguous_rows(update))
     return call
+
+
+def _append(update: CacheUpdate, rotation: Rotation | None) -> None:
+    """Append new keys and values, and write rotated keys directly to the rows of the cache."""
+    if rotation is None or update.key is None or update.value is None:
+        append(update)
+        return
+    views = new_rows(update)
+    if views is None:
+        append(update._replace(key=rotate(update.key, rotation)))
+        return
+    rotate(update.key, rotation, out=views[0])
+    views[1].copy_(update.value)
+
+
+def _checked_tables(
+    cos: Tensor | None, sin: Tensor | None, update: CacheUpdate
+) -> tuple[Tensor, Tensor]:
+    if cos is None or sin is None:
+        missing, there = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"rotary_{missing} must be given with rotary_{there}, got None")
+    if cos.dim() != 2 or (update.ends is not None and cos.shape[0] < update.ends[1]):
+        least = 0 if update.ends is None else update.ends[1]
+        raise ValueError(
+            f"rotary_cos must have shape ({least} or more positions, width), got {tuple(cos.shape)}"
+        )
+    return cos, sin
+
+
+def _rotation(
+    tokens: Tensor, update: CacheUpdate, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Rotation:
+    """Return the rotation of the last tokens of the sequences, (batch, num_heads, count, head_dim).
+
+    If sequences are shorter, the first tokens are at position 0; no key is visible to them.
+    """
+    count, ends, positions = tokens.shape[2], update.ends, None
+    if ends is not None and ends[0] == ends[1] and count <= ends[0]:
+        cos, sin = (table.narrow(0, ends[0] - count, count) for table in (cos, sin))
+    else:
+        lengths = torch.as_tensor(update.lengths, device=tokens.device)
+        firsts = lengths[:, None] + (update.seqlen_new - count)
+        positions = (firsts + torch.arange(count, device=tokens.device)).clamp(min=0)
+    return checked_rotation(tokens, cos, sin, positions, interleaved)
 
 
 def _attend(

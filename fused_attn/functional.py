@@ -11,7 +11,7 @@ from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import Mask
-from fused_attn.ops import dispatch, small
+from fused_attn.ops import dispatch, rotary, small
 
 
 def scaled_dot_product_attention(
@@ -212,3 +212,47 @@ def rms_norm(
     call = UncheckedNorm(input, normalized_shape, weight, None, residual, options)
     results = dispatch.norm(call, return_residual, backend)
     return results if return_residual else results[0]  # type: ignore[return-value]
+
+
+def rotary_embedding(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotate pairs of dimensions of queries or keys by angles that depend on their positions.
+
+    On CPUs, forward and backward are one pass each; elsewhere and under torch.compile they are
+    torch's operations. Gradients of any order are supported for input; cos and sin may require
+    grad, too, and torch's operations then compute both. Results are rounded once.
+
+    Args:
+        input: (batch, num_heads, seqlen, head_dim), with any strides; float32, float16, bfloat16
+            or float64.
+        cos, sin: cosine and sine of the angles: (positions, width), one table for all sequences, or
+            (batch, seqlen, width) or (1, seqlen, width), one row for each token. width is
+            rotary_dim / 2, one angle for each pair, or head_dim, one for each dimension, as in
+            transformers. Dimensions from rotary_dim on remain unchanged.
+        positions: (batch, seqlen) or (seqlen,) int32 or int64, the row of the tables for each
+            token. None: token i uses row i.
+        interleaved: pairs are dimensions (0, 1), (2, 3), ...; otherwise i and i + rotary_dim / 2.
+
+    Returns:
+        The rotated tensor, with the shape and dtype of input.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value. Values of positions are checked only on the CPU.
+
+    Example:
+        >>> query = torch.randn(2, 8, 128, 64)
+        >>> angles = torch.arange(128)[:, None] * 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+        >>> fused_attn.rotary_embedding(query, angles.cos(), angles.sin()).shape
+        torch.Size([2, 8, 128, 64])
+
+    Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+        equation 34.
+    """
+    return rotary.rotate(input, rotary.checked_rotation(input, cos, sin, positions, interleaved))

@@ -122,9 +122,10 @@ def swap_modules(
     Args:
         model: any torch.nn.Module. Modules of exactly these classes are swapped, at any depth:
             torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm and RMSNorm; in
-            Hugging Face transformers, the RMS norms, the non-attention parts of BERT's layers, and
-            classes with the same code. Subclasses are skipped, because they may compute something
-            else. Models of transformers are switched to attn_implementation "fused_attn".
+            Hugging Face transformers, the RMS norms, the non-attention parts of BERT's layers,
+            attention modules with a rotary embedding of known code, and classes with the same code.
+            Subclasses are skipped, because they may compute something else. Models of transformers
+            are switched to attn_implementation "fused_attn".
         attention: swap attention modules and the Transformer containers. The inference fast path of
             torch's containers would bypass swapped attention modules.
         norm: swap the norms.

@@ -16,6 +16,7 @@ struct KernelTable {
   bool (*norm_fwd)(const NormParams&);
   bool (*norm_bwd)(const NormBwdParams&);
   bool (*activation)(const ActivationParams&);
+  bool (*rotary)(const RotaryParams&);
   bool (*tile_kinds)(const TileKindsParams&);
   void (*tile_summary)(const SummaryParams&);
   int64_t (*query_tile)(DType);  // rows of a query tile

@@ -60,6 +60,7 @@ struct TilePasses {
   bool norm_fwd(const NormParams&);                                        \
   bool norm_bwd(const NormBwdParams&);                                     \
   bool activation(const ActivationParams&);                                \
+  bool rotary(const RotaryParams&);                                        \
   bool tile_kinds(const TileKindsParams&);                                 \
   void tile_summary(const SummaryParams&);                                 \
   double multiply_add_peak(int64_t);                                       \

@@ -122,6 +122,7 @@ bool own::attention_weights(const AttentionWeightsParams& p) { return base::atte
 bool own::norm_fwd(const NormParams& p) { return base::norm_fwd(p); }
 bool own::norm_bwd(const NormBwdParams& p) { return base::norm_bwd(p); }
 bool own::activation(const ActivationParams& p) { return base::activation(p); }
+bool own::rotary(const RotaryParams& p) { return base::rotary(p); }
 bool own::tile_kinds(const TileKindsParams& p) { return base::tile_kinds(p); }
 void own::tile_summary(const SummaryParams& p) { base::tile_summary(p); }
 double own::multiply_add_peak(int64_t threads) { return base::multiply_add_peak(threads); }
@@ -165,6 +166,7 @@ const KernelTable own::kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                                    own::norm_fwd,
                                    own::norm_bwd,
                                    own::activation,
+                                   own::rotary,
                                    own::tile_kinds,
                                    own::tile_summary,
                                    query_tile_of,

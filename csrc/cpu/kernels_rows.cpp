@@ -1,10 +1,11 @@
-// Norms, activations and the passes that read only masks.
+// Norms, activations, rotary embeddings and the passes that read only masks.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ROWS)
 #include "cpu/kernels/activation.h"
 #include "cpu/kernels/norm.h"
 #include "cpu/kernels/peak.h"
+#include "cpu/kernels/rotary.h"
 #include "cpu/kernels/tile_kinds.h"
 #include "cpu/kernels/tile_summary.h"
 #include "cpu/run_as.h"
@@ -27,6 +28,10 @@ bool own::norm_bwd(const NormBwdParams& p) {
 
 bool own::activation(const ActivationParams& p) {
   return run_as<ActivationPass>(p.dtype, base::activation, p);
+}
+
+bool own::rotary(const RotaryParams& p) {
+  return run_as<RotaryPass>(p.dtype, base::rotary, p);
 }
 
 bool own::tile_kinds(const TileKindsParams& p) {

@@ -120,6 +120,33 @@ class Backend:
         """
         raise NotImplementedError
 
+    def rotary(
+        self,
+        input: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        whole: bool,
+        backward: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Compute a rotary embedding, or its gradient for the gradient `input`.
+
+        Backends need not implement this method.
+
+        Args:
+            input: (batch, num_heads, seqlen, head_dim), with last stride 1, not empty.
+            cos, sin: (positions, width) or (batch or 1, seqlen, width), with last stride 1, in the
+                dtype of input or its accumulator dtype.
+            positions: (batch, seqlen) int64, contiguous, valid rows of cos and sin; None: token i
+                uses row i.
+            whole: width is rotary_dim, otherwise rotary_dim / 2; see `rotary_embedding`.
+            out: tensor to write the result to, with last stride 1; may be input. None allocates one
+                whose dimensions are ordered in memory as those of input.
+        """
+        raise NotImplementedError
+
     def attention_fwd(
         self, call: Any, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:

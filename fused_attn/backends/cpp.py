@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_attn.backends.base import ACTIVATIONS, Backend, Extent
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
-from fused_attn.base.layout import contiguous, kernel_strides
+from fused_attn.base.layout import contiguous, kernel_strides, laid_out_like
 from fused_attn.base.threads import num_threads
 from fused_attn.call.calls import (
     AttentionBackward,
@@ -97,6 +97,22 @@ class CppBackend(Backend):
             dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
             num_threads=num_threads(),
         )  # fmt: skip
+        return out
+
+    def rotary(
+        self,
+        input: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        whole: bool,
+        backward: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        if out is None:
+            out = _pooled(*laid_out_like(input, input.shape), input.dtype, input.device)
+        _cpu.rotary(input, cos, sin, positions, interleaved, whole, backward, out, num_threads())
         return out
 
     def attention_fwd(

@@ -227,10 +227,11 @@ def append(update: CacheUpdate) -> None:
     if update.key is None or update.value is None:
         return
     pairs = list(zip(update.caches, (update.key, update.value), strict=True))
-    seqlen_new, table, ends = update.key.shape[2], update.block_table, update.ends
-    if table is None and ends is not None and ends[0] == ends[1]:
-        for cache, new in pairs:
-            cache.narrow(2, ends[0] - seqlen_new, seqlen_new).copy_(new)
+    seqlen_new, table = update.seqlen_new, update.block_table
+    views = new_rows(update)
+    if views is not None:
+        for view, (_, new) in zip(views, pairs, strict=True):
+            view.copy_(new)
         return
     batch, device = update.key.shape[0], update.key.device
     lengths = torch.as_tensor(update.lengths, device=device).to(torch.int64)
@@ -243,6 +244,15 @@ def append(update: CacheUpdate) -> None:
         row = row % page_size
     for cache, new in pairs:
         cache[holder, :, row] = new.transpose(1, 2)
+
+
+def new_rows(update: CacheUpdate) -> list[Tensor] | None:
+    """Return views of the rows of the caches for the new keys and values; None if scattered."""
+    ends = update.ends
+    if update.block_table is not None or ends is None or ends[0] != ends[1]:
+        return None
+    new = update.seqlen_new
+    return [cache.narrow(2, ends[0] - new, new) for cache in update.caches]
 
 
 def contiguous_rows(update: CacheUpdate) -> list[Tensor]:

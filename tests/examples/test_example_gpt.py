@@ -7,6 +7,8 @@ import torch
 from example_runs import run_example
 from torch.testing import assert_close
 
+import fused_attn
+
 # isort: split
 import data
 import gpt
@@ -53,11 +55,10 @@ def test_rotation_depends_on_relative_positions_only():
     query, key = torch.randn(2, 1, 2, 1, gpt_model.HEAD_DIM).double()
 
     def score(i, j):
-        turned = (
-            gpt_model.rotate(x, gpt_model.rotation(at, 1).to(torch.complex128))
+        first, second = (
+            fused_attn.rotary_embedding(x, *gpt_model.rotation(torch.tensor([at])))
             for x, at in ((query, i), (key, j))
         )
-        first, second = turned
         return (first * second).sum(-1)
 
     assert_close(score(7, 3), score(104, 100), atol=1e-4, rtol=0)
@@ -79,7 +80,7 @@ def test_windowed_layer_sees_its_window(model):
     x = torch.randn(1, 3 * window, gpt_model.D_MODEL)
     changed = x.clone()
     changed[:, 10] += 1
-    by = gpt_model.rotation(0, x.shape[1])
+    by = gpt_model.rotation(torch.arange(x.shape[1]))
     windowed, full = model.masks
     attention = model.blocks[0].attention
     first, second = (attention(t, by, windowed, None) for t in (x, changed))

@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.compat.flash_attn.arguments import Window, common_of, mask_of
 from fused_attn.decode import decode_attention
+from fused_attn.functional import rotary_embedding
 
 
 def flash_attn_with_kvcache(
@@ -65,8 +66,6 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument is not supported.
         ValueError, TypeError: an argument is invalid.
-
-    Source: Su et al. 2021, "RoFormer", equation 34 (rotation).
     """
     options = common_of(
         "flash_attn_with_kvcache", q, softmax_scale, softcap, False, learnable_sink, keywords
@@ -85,10 +84,17 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
             raise ValueError("rotary_cos, rotary_sin and k must be given together")
-        tables = rotary_cos, rotary_sin, rotary_interleaved
         moves = causal or any(size is not None and size >= 0 for size in window_size)
-        q = _rotated(q, cache_seqlens, *tables, moves=moves)
-        k = _rotated(k, cache_seqlens, *tables)
+        starts = cache_seqlens.to(q.device)[:, None]
+
+        def rotated(x: Tensor, moves: bool) -> Tensor:
+            positions = starts + torch.arange(x.shape[1], device=x.device) * int(moves)
+            return rotary_embedding(
+                x.transpose(1, 2), rotary_cos, rotary_sin,
+                positions=positions, interleaved=rotary_interleaved,
+            ).transpose(1, 2)  # fmt: skip
+
+        q, k = rotated(q, moves), rotated(k, True)
     mask = mask_of(causal, window_size, alibi_slopes)
     if cache_leftpad is not None:
         positions = torch.arange(capacity, device=q.device)
@@ -110,26 +116,3 @@ def flash_attn_with_kvcache(
     if isinstance(results, tuple):
         return results[0].transpose(1, 2), results[1]
     return results.transpose(1, 2)
-
-
-def _rotated(
-    x: Tensor, starts: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, moves: bool = True
-) -> Tensor:
-    """Rotate the first dimensions of x, (batch, seqlen, num_heads, head_dim), in float32.
-
-    Args:
-        starts: (batch,) position of the first row of x.
-        moves: positions increase by one per row; otherwise all rows are at the same position.
-    """
-    steps = torch.arange(x.shape[1], device=x.device) * int(moves)
-    positions = starts.to(x.device)[:, None] + steps
-    cos, sin = (table[positions][:, :, None].float() for table in (cos, sin))
-    size = 2 * cos.shape[-1]
-    part = x[..., :size].float()
-    if interleaved:
-        first, second = part[..., ::2], part[..., 1::2]
-    else:
-        first, second = part.chunk(2, -1)
-    turned = first * cos - second * sin, first * sin + second * cos
-    part = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([part.to(x.dtype), x[..., size:]], -1)

@@ -2,7 +2,8 @@
 
 Every transformers model defines its own norm and feed-forward classes, but nearly all are copies of
 a few originals. A class is swapped if its methods have the bytecode of an original listed below,
-regardless of its name. All other classes remain unchanged.
+regardless of its name, or if it calls a rotary function with the bytecode of an original
+(rotary.py). All other classes remain unchanged.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import Module
 from fused_attn.integrations.bytecode import same_code_key
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
+from fused_attn.integrations.transformers.rotary import RotaryAttention, fused_forward
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
 
 # Maps an original, (module under transformers.models, class name), to the base class of its
@@ -26,19 +28,26 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     ("bert.modeling_bert", "BertIntermediate"): (FeedForwardHidden, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
-_ENDINGS = ("Norm", "Intermediate", "Output")  # of class names; other classes are not compared
+# Endings of class names; other classes are not compared.
+_ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
 
 
 def register(model: Module) -> None:
     """Register fused replacements for the transformers classes in `model` with known code."""
     for module in model.modules():
         for cls in type(module).__mro__:
-            if cls not in REPLACEMENTS and _is_candidate(cls) and _code(cls) in _by_code():
+            if cls not in REPLACEMENTS and _is_candidate(cls):
                 _replace(cls)
 
 
-def _replace(source: type[Module]) -> type[FromTorch]:
-    base, attributes = _by_code()[_code(source)]
+def _replace(source: type[Module]) -> type[FromTorch] | None:
+    """Register the replacement of a class and return it; None if its code is not known."""
+    base, attributes = _by_code().get(_code(source), (RotaryAttention, {}))
+    if base is RotaryAttention:
+        forward = fused_forward(source)
+        if forward is None:
+            return None
+        attributes = {"forward": forward}
     body = {"__module__": base.__module__, "__reduce_ex__": _reduce_ex, "source": source}
     body |= attributes
     return replaces(source)(type(source.__name__, (base, source), body))
@@ -53,6 +62,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 def _unpickled(source: type[Module]) -> Module:
     """Return an uninitialized instance of the fused replacement of `source`, for unpickling."""
     fused = REPLACEMENTS.get(source) or _replace(source)
+    assert fused is not None  # it was, in the process that pickled the module
     return fused.__new__(fused)
 
 

@@ -180,6 +180,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sampled("documents are there", name=["window_padding", "dense_bias"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forward(name, monkeypatch):
     """Inductor's CPU kernel is right, skips blocks, and is not recompiled for other values."""

@@ -185,6 +185,7 @@ def test_other_sizes(lowered, tmp_path):
         assert finding.ok, str(finding)
 
 
+@pytest.mark.thorough
 def test_the_blocks_decide(lowered, tmp_path):
     """Wrong block lists change the results: skipped blocks, and partial blocks listed as full."""
     problem = PROBLEMS["window_lengths"]
@@ -202,6 +203,7 @@ def test_the_blocks_decide(lowered, tmp_path):
     assert (third[0] - truth["out0"]).abs().max() > 0.01
 
 
+@pytest.mark.thorough
 def test_nan_behind_sequences(lowered, tmp_path):
     """NaN in padding, in a block with real keys, reaches no result."""
     problem = PROBLEMS["window_lengths"]
@@ -214,6 +216,7 @@ def test_nan_behind_sequences(lowered, tmp_path):
     assert not any(grad.isnan().any() for grad in found.values())
 
 
+@pytest.mark.thorough
 def test_graphs_of_torch_compile(tmp_path):
     """On an H100, tracing selects a backend, and cuDNN is off for masked calls with gradients.
 

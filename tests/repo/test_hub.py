@@ -75,6 +75,7 @@ def test_what_the_hub_reads(repository, backend):
     assert sorted(v.variant_str for v in variants) == ["torch-cpu", "torch-cuda"]
 
 
+@pytest.mark.thorough
 def test_needs_no_installed_package(repository):
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(repository)], capture_output=True, text=True

@@ -131,6 +131,7 @@ assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
 """
 
 
+@pytest.mark.thorough
 def test_a_name_that_is_taken_stays():
     """Another copy of the package, loaded by `get_kernel`, may have registered the name."""
     pytest.importorskip("transformers", reason="reason: transformers is not installed")

@@ -317,6 +317,12 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
         Swapped(name, f"{kind}, {detail} attention", f"{integration.NAME} attention")
     )
     report._undo.append(restore)
+    for part in integration.inexact_stacks(model):
+        path = ".".join(filter(None, (name, part)))
+        report.notes.append(
+            f"{shown_name(path)}: keeps its padding; a small packed batch had other results, or one "
+            "of its modules has hooks"
+        )
 
 
 def padding_removers(model: Module) -> list[tuple[str, Module, str]]:

@@ -164,7 +164,12 @@ def padded_stacks(model: PreTrainedModel) -> list[Module]:
     ]
 
 
-_inexact: WeakSet[Module] = WeakSet()  # encoders that padding changes
+def inexact_stacks(model: Module) -> list[str]:
+    """Return the names of the encoders in a model whose packed results are not the padded ones."""
+    return [name for name, module in model.named_modules() if module in _inexact]
+
+
+_inexact: WeakSet[Module] = WeakSet()  # encoders that `_remove_padding` left as they were
 
 
 def _remove_padding(encoder: Module) -> bool:

@@ -114,7 +114,7 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
 
-# Installed without dependencies: one model of each library runs, and .venv has what it needs.
+# Install without dependencies: only one model of each library runs, and .venv has what it needs.
 THIRD_PARTY = build/third-party
 third-party: build $(THIRD_PARTY)/installed ## compare models of 14 PyPI libraries before and after a swap: docs/third-party.md
 	$(SAY) "models of 14 libraries, a quarter of an hour"

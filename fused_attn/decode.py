@@ -224,8 +224,8 @@ def _checked_tables(
     cos: Tensor | None, sin: Tensor | None, update: CacheUpdate
 ) -> tuple[Tensor, Tensor]:
     if cos is None or sin is None:
-        missing, there = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise ValueError(f"rotary_{missing} must be given with rotary_{there}, got None")
+        got = "rotary_sin" if cos is None else "rotary_cos"
+        raise ValueError(f"rotary_cos and rotary_sin must be given together, got only {got}")
     if cos.dim() != 2 or (update.ends is not None and cos.shape[0] < update.ends[1]):
         least = 0 if update.ends is None else update.ends[1]
         raise ValueError(

@@ -320,8 +320,8 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     for part in integration.inexact_stacks(model):
         path = ".".join(filter(None, (name, part)))
         report.notes.append(
-            f"{shown_name(path)}: keeps its padding; a small packed batch had other results, or one "
-            "of its modules has hooks"
+            f"{shown_name(path)}: keeps its padding; a small packed batch had other results, or "
+            "one of its modules has hooks"
         )
 
 

@@ -24,8 +24,8 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-# Interface version that get_kernel requests; also the number of the branch. transformers requests
-# version 1 of a kernel that `attn_implementation` names.
+# Interface version that get_kernel requests, also the number of the branch of the Hub's repository.
+# transformers requests version 1 of a kernel whose name is passed as `attn_implementation`.
 VERSION = 1
 # Names beside those of the package. transformers looks for flash-attn's functions.
 EXTRA_NAMES = """

@@ -180,7 +180,7 @@ def kernel_limits(
     """Return the reasons why kernels with these limits do not support a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
     if problem.transformed:
-        reasons.append("has no derivatives under torch.func or in forward mode")
+        reasons.append("does not support torch.func transforms or forward-mode AD")
     if isinstance(problem, AttentionProblem):
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
         reasons += [

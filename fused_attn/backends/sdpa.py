@@ -73,7 +73,7 @@ class SdpaBackend(Backend):
         if problem.partial:
             reasons.append("cannot return partial results")
         if problem.softcap:
-            reasons.append("has no softcap")
+            reasons.append("does not support softcap")
         if problem.result == "lse":
             reasons += _no_lse(problem)
         return reasons

@@ -113,8 +113,8 @@ def check_decode_tensors(
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     if (key is None) != (value is None):
-        missing, there = ("key", "value") if key is None else ("value", "key")
-        raise ValueError(f"{missing} must be given with {there}, got None")
+        got = "value" if key is None else "key"
+        raise ValueError(f"key and value must be given together, got only {got}")
     if key is not None and value is not None:
         tensors.update(key=key, value=value)
     check_floats(tensors, 4)

@@ -173,7 +173,9 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     mask = as_mask(call.attn_mask, call.is_causal and not call.packed)
     given = call.positions
     if isinstance(given, tuple) and len(given) != 2:
-        raise ValueError(f"positions must be one value or a pair, got {len(given)} values")
+        raise ValueError(
+            f"positions must be one value for query and key, or a pair, got {len(given)} values"
+        )
     pair = given if isinstance(given, tuple) else (given, given)
     for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):
         check_positions(name, positions, tensor.shape[2], groups)

@@ -25,7 +25,7 @@ def exception(backend: str, check: Check, on_gpu: bool) -> str:
     if isinstance(check, AttentionCheck):
         one_key = check.gradients and Shape.parse(check.shape).seqlen_k == 1
         if on_gpu and one_key and check.result == "lse":
-            return "dP - delta of one key is 0 but for rounding, that of eager exactly 0"
+            return "dP - delta of one key is 0 only up to rounding, that of eager exactly 0"
     if not get_backend(backend).wraps_torch:
         return ""
     if check.how == "bits":
@@ -36,7 +36,7 @@ def exception(backend: str, check: Check, on_gpu: bool) -> str:
         return "torch's backward adds in any order, unless deterministic algorithms are enforced"
     if isinstance(check, AttentionCheck):
         if one_key:
-            return "torch's gradients of one key are 0 but for rounding, those of eager exactly 0"
+            return "with one key, gradients are 0 up to rounding in torch, exactly 0 in eager"
         if check.poison:
             return "NaN in masked keys may reach the results"
         if "alibi" in check.mask and check.dtype != "float32":

@@ -76,7 +76,7 @@ def test_signature_of_torch():
 FA2, FA3, FA4, VARLEN = "flash-attn", "flash-attn-3", "flash-attn-4", "torch.nn.attention.varlen"
 OTHER_MASK = "supports only bands, lengths and ALiBi, not this mask"
 ALIGNED = "supports a top-left band over sequences of different lengths only if it is causal"
-RIGHT_SIDE = "limits the right side of this window to seqlen_k"
+RIGHT_SIDE = "clamps the right window size to seqlen_k, which changes this mask"
 ALIBI = {"mask": "structured", "band": Band(alibi=True), "bias_dtype": torch.float32}
 REFUSED = [
     (FA2, {}, None),
@@ -84,7 +84,7 @@ REFUSED = [
     (FA2, {"dtype": torch.float32}, "has no torch.float32"),
     (FA2, {"dropout": True}, "draws dropout from the engine's generator instead of Philox"),
     (FA2, {"result": "weights"}, "cannot return weights"),
-    (FA2, {"transformed": True}, "has no derivatives under torch.func or in forward mode"),
+    (FA2, {"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
     (FA2, {"device": torch.device("xpu")}, "runs on cpu, cuda, not on xpu"),
     (FA2, {"mask": "dense"}, "does not support a bool mask tensor"),
     (FA2, {"mask": "bias", "bias_dtype": torch.bfloat16}, "does not support a float mask tensor"),
@@ -106,7 +106,7 @@ REFUSED = [
     (FA2, {"head_dim_v": 32}, f"{FA2} needs equal head_dim and head_dim_v, not 64 and 32"),
     (FA4, {"head_dim_v": 32}, None),
     (FA4, {"head_dim": 12}, f"{FA4} does not support head_dim 12 with head_dim_v 64"),
-    (VARLEN, {"softcap": True}, f"{VARLEN} has no softcap"),
+    (VARLEN, {"softcap": True}, f"{VARLEN} does not support softcap"),
     (FA2, ALIBI, None),
     (FA2, {"mask": "causal", "seqlen_q": 39}, None),
     (FA2, {"mask": "causal", "seqlen_q": 40}, f"{FA2} {RIGHT_SIDE}"),
@@ -115,7 +115,7 @@ REFUSED = [
     (FA2, {"mask": "structured", "band": Band(-3), "seqlen_q": 21}, None),
     (FA2, {"mask": "structured", "band": Band(-3, right=True, from_end=True), "seqlen_q": 22},
      f"{FA2} {RIGHT_SIDE}"),
-    (FA4, ALIBI, f"{FA4} has no ALiBi"),
+    (FA4, ALIBI, f"{FA4} does not support ALiBi"),
 ]  # fmt: skip
 
 

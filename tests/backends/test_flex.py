@@ -268,7 +268,7 @@ def test_operands_are_cached_by_device():
         ({"head_dim": 8, "head_dim_v": 8}, "needs head_dim of at least 16, not 8"),
         ({"head_dim": 512}, "supports head_dim up to 256, not 512"),
         ({"dtype": torch.float64}, "has no torch.float64"),
-        ({"transformed": True}, "has no derivatives under torch.func or in forward mode"),
+        ({"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
         ({"result": "weights"}, "cannot return weights"),
         ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
         ({"device": CPU, "needs_grad": True}, "has no gradients on the CPU"),
@@ -383,7 +383,7 @@ def test_not_the_default_where_it_was_found_wrong(monkeypatch):
 
 
 def test_large_scores_are_counted():
-    """Large scores are detected from sizes, for calls that torch's SDPA does not support."""
+    """Problems that torch's SDPA does not support are large if their score matrix is."""
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)

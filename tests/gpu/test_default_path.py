@@ -215,7 +215,8 @@ def test_dropout_by_the_generator(mask, dtype, backend):
 @every_backend
 @every_dtype
 def test_rate_of_dropout(dtype, backend):
-    """Kept weights are scaled by 1 / (1 - p), and their number is within 5 standard deviations."""
+    """Kept weights are scaled by 1 / (1 - p), and their number is within 5 standard
+    deviations of the expected one."""
     n, p = 64, 0.25
     query, key = torch.zeros(2, 2, 4, n, n, device=DEVICE, dtype=dtype).unbind()
     value = torch.eye(n, device=DEVICE, dtype=dtype).expand(2, 4, n, n)

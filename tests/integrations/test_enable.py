@@ -57,7 +57,7 @@ def agrees_with_torch(*tensors, calls=1, **options):
 
 
 def torch_function(**options):
-    """Return function(backend) for `assert_like_eager`: torch's function under enable()."""
+    """Return a function of the backend, which calls torch's attention under enable()."""
 
     def of(backend):
         def call(query, key, value, bias=None):

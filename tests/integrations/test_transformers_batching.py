@@ -41,7 +41,7 @@ def one_by_one(model):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """Windows (Mistral, Gemma2, GptOss), softcap (Gemma2) and sinks (GptOss) included."""
+    """Generate the same tokens, also with windows, softcap (Gemma2) and sinks (GptOss)."""
     model = DECODERS[name].model("fused_attn")
     with stats() as counts:
         tokens = in_batches(model)

@@ -348,7 +348,7 @@ def memory_full_of_nan():
 @pytest.mark.usefixtures("memory_full_of_nan")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_are_written_whole(backend):
-    """Kernels write every element of memory that was NaN before."""
+    """Kernels write every element of their outputs, whose memory is filled with NaN before."""
     assert torch.empty(1).isnan()
     mask = MASKS["ragged"](2, 2, 45, 150) & MASKS["documents"](2, 2, 45, 150)
     tensors = random_qkv(2, 2, 1, 45, 150, 40)

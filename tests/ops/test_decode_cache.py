@@ -198,7 +198,7 @@ def test_decoding_step_by_step(backend):
 @pytest.mark.parametrize("new", [0, 1, 19])
 @pytest.mark.parametrize("given", [(0, 0), (37, 37), (0, 37), (120, 90)], ids=str)
 def test_small_steps(given, new, is_causal, layout, dtype):
-    """Without `backend`, small steps and lengths in a list take another path."""
+    """Without `backend=`, small steps and lists of lengths use the path without validation."""
     tensors = random_qkv(2, 4, 2, max(new, 1), CAPACITY, 32, 20)
 
     def of(backend):
@@ -262,7 +262,7 @@ def _arguments(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"value": None}, "value must be given with key"),
+        ({"value": None}, "given together, got only key"),
         ({"key": torch.zeros(2, 2, 3, 4)}, r"key must have shape \(2, 2, 3, 8\), got"),
         ({"value": torch.zeros(2, 2, 2, 8)}, r"value must have shape \(2, 2, 3, 8\), got"),
         ({"query": torch.zeros(2, 4, 3)}, "query must have 4 dimensions"),

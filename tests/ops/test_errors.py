@@ -273,7 +273,7 @@ CASES = {
             *[torch.randn(1, 1, 2, 30)] * 3, softcap=2.0, backend="sdpa"
         ),
         NotImplementedError, "no backend supports attention(float32 on cpu, head_dim 30, seqlens "
-        "2 x 2, softcap): sdpa: has no softcap",
+        "2 x 2, softcap): sdpa: does not support softcap",
     ),
     "lengths_for_cu_seqlens": (
         lambda: varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),

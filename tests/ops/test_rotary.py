@@ -223,7 +223,7 @@ def test_errors_of_rotated_caches():
     caches = torch.zeros(1, 2, 12, 16), torch.zeros(1, 2, 12, 16)
     cos, sin = tables_of((6, 8))
     call = {"key": query, "value": query, "cache_lengths": [6]}
-    with pytest.raises(ValueError, match="rotary_sin must be given with rotary_cos, got None"):
+    with pytest.raises(ValueError, match="given together, got only rotary_cos"):
         fused_attn.decode_attention(query, *caches, rotary_cos=cos, **call)
     with pytest.raises(ValueError, match=r"rotary_cos must have shape \(7 or more positions"):
         fused_attn.decode_attention(query, *caches, rotary_cos=cos, rotary_sin=sin, **call)

@@ -98,7 +98,7 @@ class Case:
 
     @property
     def row_dim(self) -> int:
-        """Dimension of rows in query, key, value and out."""
+        """Index of the sequence dimension in query, key, value and out."""
         return -3 if self.packed else -2
 
 

@@ -98,7 +98,7 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
     """Return the reasons why no engine supports a problem, regardless of its mask."""
     reasons = [] if problem.dtype in DTYPES else [f"has no {problem.dtype}"]
     if problem.transformed:
-        reasons.append("has no derivatives under torch.func or in forward mode")
+        reasons.append("does not support torch.func transforms or forward-mode AD")
     if problem.dropout:
         reasons.append("draws dropout from the engine's generator instead of Philox")
     if problem.partial:

@@ -106,13 +106,13 @@ class Engine:
                 reasons.append("has no kernels for compute capability {}.{}".format(*capability))
         reasons += self.head_dim_refusals(problem, capability)
         if problem.softcap and not self.has_softcap:
-            reasons.append("has no softcap")
+            reasons.append("does not support softcap")
         if problem.mask == "structured" and problem.bias_dtype and not self.has_alibi:
-            reasons.append("has no ALiBi")
+            reasons.append("does not support ALiBi")
         if problem.result == "lse" and problem.needs_grad and not self.has_lse_gradient:
             reasons.append("ignores the gradient of lse")
         if self.limits_right_side and _exceeds_limit(problem, plan):
-            reasons.append("limits the right side of this window to seqlen_k")
+            reasons.append("clamps the right window size to seqlen_k, which changes this mask")
         for feature in _features_of(problem, plan):
             defect = denylist.reason_against(self.name, feature, problem.device)
             reasons += [defect] if defect else []

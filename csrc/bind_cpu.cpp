@@ -30,12 +30,15 @@ void activation(const py::kwargs& kwargs) {
 
 // Arguments as in `Backend.rotary`; positions are int64, contiguous.
 void rotary(const py::handle& input, const py::handle& cos, const py::handle& sin,
-            const py::handle& positions, bool interleaved, bool whole, bool backward,
+            const py::handle& positions, bool interleaved, bool per_dimension, bool backward,
             const py::handle& out, int64_t num_threads) {
   RotaryParams p{};
   const TensorView x = view_of(input), y = view_of(out);
+  check_dense(x, "input", 3);
+  check_dense(y, "out", 3);
   const auto read_table = [&](const py::handle& table, const void** data, int64_t* strides) {
     const TensorView view = view_of(table);
+    check_dense(view, "cos and sin", view.ndim - 1);
     *data = view.data;
     if (view.ndim == 3) strides[0] = view.broadcast_stride(0);
     strides[1] = view.strides[view.ndim - 2];
@@ -50,8 +53,8 @@ void rotary(const py::handle& input, const py::handle& cos, const py::handle& si
   p.num_heads = x.shape[1];
   p.seqlen = x.shape[2];
   p.head_dim = x.shape[3];
-  p.whole = whole;
-  p.pairs = whole ? width / 2 : width;
+  p.per_dimension = per_dimension;
+  p.pairs = per_dimension ? width / 2 : width;
   p.interleaved = interleaved;
   p.backward = backward;
   p.input = x.data;

@@ -129,14 +129,14 @@ struct RotaryParams {
   DType dtype;        // of input and out
   DType table_dtype;  // of cos and sin: dtype, or float (double for double)
   int64_t batch, num_heads, seqlen, head_dim;
-  int64_t pairs;     // rotary_dim / 2; dimensions from 2 * pairs on are copied
-  bool interleaved;  // pair i is dimensions 2 * i and 2 * i + 1; otherwise i and i + pairs
-  bool whole;        // tables have a factor for each dimension; otherwise for each pair
-  bool backward;     // multiply by the transposed matrix, to get the gradient of input
+  int64_t pairs;       // rotary_dim / 2; dimensions from 2 * pairs on are copied
+  bool interleaved;    // pair i is dimensions 2 * i and 2 * i + 1; otherwise i and i + pairs
+  bool per_dimension;  // tables have a factor for each dimension; otherwise for each pair
+  bool backward;       // multiply by the transposed matrix, to get the gradient of input
   const void* input;
   void* out;  // may be input
   int64_t input_strides[3], out_strides[3];
-  const void *cos, *sin;  // (batch or 1, positions, 2 * pairs if whole, else pairs)
+  const void *cos, *sin;  // (batch or 1, positions, 2 * pairs if per_dimension, else pairs)
   int64_t cos_strides[2], sin_strides[2];
   const int64_t* positions;  // (batch, seqlen), rows of the tables; null: row i for token i
   int64_t num_threads;

@@ -162,6 +162,9 @@ TensorView view_on_any_device(const py::handle& tensor) {
 TensorView view_of(const py::handle& tensor) {
   if (tensor.is_none()) return {};
   const TensorView view = view_on_any_device(tensor);
+  if (view.data == nullptr && view.numel() > 0) {
+    throw std::invalid_argument("a tensor of a call has no memory");
+  }
   if (view.device.type == call_device.type && view.device.id == call_device.id) return view;
   const auto device = py::str(tensor.attr("device")).cast<std::string>();
   throw std::invalid_argument("all tensors of a call must be on one device, got one on " + device);

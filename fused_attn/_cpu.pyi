@@ -60,7 +60,7 @@ def rotary(
     sin: Tensor,
     positions: Tensor | None,
     interleaved: bool,
-    whole: bool,
+    per_dimension: bool,
     backward: bool,
     out: Tensor,
     num_threads: int,

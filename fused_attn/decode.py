@@ -29,7 +29,7 @@ from fused_attn.call.kv_cache import (
 )
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.call.validation import attention_call
+from fused_attn.call.validation import attention_call, check_floats
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
 from fused_attn.ops import dispatch
@@ -145,8 +145,10 @@ def decode_attention(
     if kwargs:
         refuse("decode_attention", kwargs)
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
-    if sinks is not None and needs_grad(sinks):
-        raise ValueError(NO_GRAD.format(name="sinks"))
+    if sinks is not None:
+        checked_sinks(sinks, query[..., 0])  # before the cache changes
+        if needs_grad(sinks):
+            raise ValueError(NO_GRAD.format(name="sinks"))
     rotation = None
     if rotary_cos is not None or rotary_sin is not None:
         tables = _checked_tables(rotary_cos, rotary_sin, update)
@@ -168,7 +170,7 @@ def decode_attention(
             update = update._replace(key=rotate(key, rotation))
         out, lse = _attend(query, update, mask, is_causal, options, want_lse, backend)
         if sinks is not None and lse is not None:
-            out, lse = add_sinks(out, lse, checked_sinks(sinks, lse))
+            out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
@@ -217,6 +219,8 @@ def _append(update: CacheUpdate, rotation: Rotation | None) -> None:
         append(update._replace(key=rotate(update.key, rotation)))
         return
     rotate(update.key, rotation, out=views[0])
+    if not views[0].is_inference():
+        increment_version(views[0])
     views[1].copy_(update.value)
 
 
@@ -226,11 +230,16 @@ def _checked_tables(
     if cos is None or sin is None:
         got = "rotary_sin" if cos is None else "rotary_cos"
         raise ValueError(f"rotary_cos and rotary_sin must be given together, got only {got}")
-    if cos.dim() != 2 or (update.ends is not None and cos.shape[0] < update.ends[1]):
-        least = 0 if update.ends is None else update.ends[1]
+    check_floats({"rotary_cos": cos, "rotary_sin": sin}, 2)
+    if cos.shape != sin.shape:
+        got = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        raise ValueError(f"rotary_cos and rotary_sin must have the same shape, got {got}")
+    if update.ends is not None and cos.shape[0] < update.ends[1]:
         raise ValueError(
-            f"rotary_cos must have shape ({least} or more positions, width), got {tuple(cos.shape)}"
+            f"rotary_cos must have at least {update.ends[1]} rows (positions), got {cos.shape[0]}"
         )
+    if needs_grad(cos, sin):
+        raise ValueError(NO_GRAD.format(name="rotary_cos and rotary_sin"))
     return cos, sin
 
 
@@ -239,7 +248,7 @@ def _rotation(
 ) -> Rotation:
     """Return the rotation of the last tokens of the sequences, (batch, num_heads, count, head_dim).
 
-    If sequences are shorter, the first tokens are at position 0; no key is visible to them.
+    If a sequence is shorter than that, its first tokens are at position 0.
     """
     count, ends, positions = tokens.shape[2], update.ends, None
     if ends is not None and ends[0] == ends[1] and count <= ends[0]:

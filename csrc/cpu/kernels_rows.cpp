@@ -30,9 +30,7 @@ bool own::activation(const ActivationParams& p) {
   return run_as<ActivationPass>(p.dtype, base::activation, p);
 }
 
-bool own::rotary(const RotaryParams& p) {
-  return run_as<RotaryPass>(p.dtype, base::rotary, p);
-}
+bool own::rotary(const RotaryParams& p) { return run_as<RotaryPass>(p.dtype, base::rotary, p); }
 
 bool own::tile_kinds(const TileKindsParams& p) {
   return run_as<TileKinds>(p.problem.dtype, base::tile_kinds, p);

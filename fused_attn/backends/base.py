@@ -127,7 +127,7 @@ class Backend:
         sin: Tensor,
         positions: Tensor | None,
         interleaved: bool,
-        whole: bool,
+        per_dimension: bool,
         backward: bool,
         out: Tensor | None,
     ) -> Tensor:
@@ -141,7 +141,7 @@ class Backend:
                 dtype of input or its accumulator dtype.
             positions: (batch, seqlen) int64, contiguous, valid rows of cos and sin; None: token i
                 uses row i.
-            whole: width is rotary_dim, otherwise rotary_dim / 2; see `rotary_embedding`.
+            per_dimension: width is rotary_dim, otherwise rotary_dim / 2; see `rotary_embedding`.
             out: tensor to write the result to, with last stride 1; may be input. None allocates one
                 whose dimensions are ordered in memory as those of input.
         """

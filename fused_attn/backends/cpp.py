@@ -106,13 +106,15 @@ class CppBackend(Backend):
         sin: Tensor,
         positions: Tensor | None,
         interleaved: bool,
-        whole: bool,
+        per_dimension: bool,
         backward: bool,
         out: Tensor | None,
     ) -> Tensor:
         if out is None:
             out = _pooled(*laid_out_like(input, input.shape), input.dtype, input.device)
-        _cpu.rotary(input, cos, sin, positions, interleaved, whole, backward, out, num_threads())
+        _cpu.rotary(
+            input, cos, sin, positions, interleaved, per_dimension, backward, out, num_threads()
+        )
         return out
 
     def attention_fwd(

@@ -25,14 +25,14 @@ class Rotation(NamedTuple):
 
     Attributes:
         positions: (batch, seqlen) int64, contiguous, or None.
-        whole: the tables have a factor for each dimension that is rotated; otherwise for each pair.
+        per_dimension: the tables have a factor for each rotated dimension, otherwise for each pair.
     """
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None
     interleaved: bool
-    whole: bool
+    per_dimension: bool
 
 
 def checked_rotation(
@@ -70,7 +70,8 @@ def checked_rotation(
 
 
 def _checked_positions(positions: Tensor, cos: Tensor, shape: tuple[int, int]) -> Tensor:
-    check_integers("positions", positions, cos)
+    check_integers("positions", positions)
+    check_same("positions", "device", positions.device, cos.device, "cos")
     if cos.dim() != 2:
         got = tuple(cos.shape)
         raise ValueError(f"cos must have shape (positions, width) with positions, got {got}")
@@ -97,21 +98,25 @@ def rotate(input: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tens
         rotated = rotate_by_torch(input, rotation)
         return rotated if out is None else out.copy_(rotated)
     if needs_grad(input):
+        if rotation.positions is not None:  # checked values, which nobody else can change
+            rotation = rotation._replace(positions=rotation.positions.clone())
         return _Rotary.apply(input, *rotation, backend, False)
-    return _run(input, rotation, backend, False, out)
+    if out is None or kernel_strides(out) is out:
+        return _run(input, rotation, backend, False, out)
+    return out.copy_(_run(input, rotation, backend, False))
 
 
 def rotate_by_torch(input: Tensor, rotation: Rotation, backward: bool = False) -> Tensor:
     """Compute `rotary_embedding` or its gradient in torch operations, rounding once."""
     dtype = torch.promote_types(input.dtype, torch.float32)
-    cos, sin, positions, interleaved, whole = rotation
+    cos, sin, positions, interleaved, per_dimension = rotation
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     elif cos.dim() == 2:
         cos, sin = cos[: input.shape[2]], sin[: input.shape[2]]
     # (batch or 1, 1, seqlen, width)
     cos, sin = (table.to(dtype).unsqueeze(-3) for table in (cos, sin))
-    rotary_dim = cos.shape[-1] if whole else 2 * cos.shape[-1]
+    rotary_dim = cos.shape[-1] if per_dimension else 2 * cos.shape[-1]
 
     def pairs(tensor: Tensor) -> tuple[Tensor, Tensor]:
         if interleaved:
@@ -121,13 +126,19 @@ def rotate_by_torch(input: Tensor, rotation: Rotation, backward: bool = False) -
     part, rest = input.split([rotary_dim, input.shape[-1] - rotary_dim], -1)
     first, second = pairs(part.to(dtype))
     (cos, cos_second), (sin, sin_second) = (
-        pairs(table) if whole else (table, table) for table in (cos, sin)
+        pairs(table) if per_dimension else (table, table) for table in (cos, sin)
     )
     if backward:
         sin, sin_second = -sin_second, -sin
     turned = first * cos - second * sin, second * cos_second + first * sin_second
     part = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([part.to(input.dtype), rest], -1)
+    part = part.to(input.dtype)
+    return torch.cat([part, rest], -1) if rest.shape[-1] > 0 else part
+
+
+def runs_kernel(input: Tensor, rotation: Rotation) -> bool:
+    """Return True if a kernel computes `rotate`, and not torch's operations."""
+    return _backend_of(input, rotation) is not None
 
 
 def _backend_of(input: Tensor, rotation: Rotation) -> Backend | None:
@@ -146,12 +157,12 @@ def _backend_of(input: Tensor, rotation: Rotation) -> Backend | None:
 def _run(
     input: Tensor, rotation: Rotation, backend: Backend, backward: bool, out: Tensor | None = None
 ) -> Tensor:
-    cos, sin, positions, interleaved, whole = rotation
+    cos, sin, positions, interleaved, per_dimension = rotation
     if cos.dtype != input.dtype or sin.dtype != input.dtype:
         dtype = torch.promote_types(input.dtype, torch.float32)
         cos, sin = cos.to(dtype), sin.to(dtype)
     input, cos, sin = kernel_strides(input), kernel_strides(cos), kernel_strides(sin)
-    return backend.rotary(input, cos, sin, positions, interleaved, whole, backward, out)
+    return backend.rotary(input, cos, sin, positions, interleaved, per_dimension, backward, out)
 
 
 class _Rotary(Function):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from nn_helpers import run
 
+from fused_attn import use_backend
 from fused_attn.integrations.transformers import rotary
 from fused_attn.swap import swap_modules
 
@@ -108,20 +109,96 @@ def test_other_models_keep_their_functions(rotations):
         ({"unsqueeze_dim": 2}, True),
         ({"cos": torch.ones(1, 5, 8)}, True),
         ({"cos": torch.ones(2, 5, 8, dtype=torch.float64)}, False),  # a float64 result
+        ({"cos": torch.ones(1, 5, 4)}, False),  # an error of the original
         ({"cos": torch.ones(1, 1, 8)}, False),  # the original broadcasts it
     ],
 )
 def test_calls(change, fused, rotations):
     """Calls that the kernel does not support go to the original."""
     module = transformers.models.llama.modeling_llama
-    function = rotary._fused(module.apply_rotary_pos_emb, False)
+    function = rotary._fused(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
     if change.get("unsqueeze_dim") == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     cos = change.pop("cos", cos)
+    if cos.shape[2] < 8:
+        with pytest.raises(RuntimeError, match="must match"):
+            function(q, k, cos, cos)
+        return
     sin = sin[: cos.shape[0], : cos.shape[1]].to(cos)
     expected = module.apply_rotary_pos_emb(q, k, cos, sin, **change)
     torch.testing.assert_close(function(q, k, cos, sin, **change), expected)
     torch.testing.assert_close(function(q, k, cos=cos, sin=sin, **change), expected)
     assert len(rotations) == 2 * fused
+
+
+LLAMA = transformers.models.llama.modeling_llama
+
+
+def test_patches_of_the_function_count(monkeypatch, rotations):
+    """A global that somebody replaces, before or after the swap, is called instead of ours."""
+    seen, original = [], LLAMA.apply_rotary_pos_emb
+
+    def patched(q, k, cos, sin, unsqueeze_dim=1):
+        seen.append(q.shape)
+        return original(q, k, cos, sin, unsqueeze_dim)
+
+    before, after = small_model("Llama"), small_model("Llama")
+    ids = torch.randint(1, 100, (1, 7))
+    swap_modules(before)
+    monkeypatch.setattr(LLAMA, "apply_rotary_pos_emb", patched)
+    swap_modules(after)
+    before(ids), after(ids)
+    assert len(seen) == 2 and not rotations
+
+
+def test_patches_of_a_class_count(monkeypatch):
+    swap_modules(small_model("Llama")).restore()
+    seen, original = [], LLAMA.LlamaAttention.forward
+
+    def patched(self, *args, **kwargs):
+        seen.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LLAMA.LlamaAttention, "forward", patched)
+    model = small_model("Llama")
+    swap_modules(model)
+    model(torch.randint(1, 100, (1, 7)))
+    assert len(seen) == 1
+    monkeypatch.undo()
+    model = small_model("Llama")
+    assert any("Attention" in s.from_type.split(".")[-1] for s in swap_modules(model).swapped)
+
+
+def test_functions_of_other_code_are_not_known():
+    code = rotary._code
+    assert code(LLAMA.apply_rotary_pos_emb) in rotary._known()
+
+    def other_default(q, k, cos, sin, unsqueeze_dim=2):
+        """Rotate tensors of another layout."""
+
+    other_default.__code__ = LLAMA.apply_rotary_pos_emb.__code__
+    assert code(other_default) not in rotary._known()
+    assert code(torch.nn.Identity()) is code(lambda *args: code) is None
+
+
+def test_without_a_kernel_the_original_runs(rotations):
+    model = small_model("Llama")
+    swap_modules(model)
+    with use_backend("eager"):
+        model(torch.randint(1, 100, (1, 7)))
+    assert not rotations
+
+
+def test_unknown_decorators_are_left_alone():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, cos, sin):
+            return LLAMA.apply_rotary_pos_emb(q, k, cos, sin)
+
+    def decorated(self, *args):
+        return args
+
+    decorated.__wrapped__ = LLAMA.LlamaAttention.forward
+    Attention.forward = decorated
+    assert rotary.fused_forward(Attention) is None

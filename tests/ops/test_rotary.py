@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from helpers import DTYPES, assert_like_eager, drawn, leaves_of, short, use_threads
@@ -211,11 +212,50 @@ def test_rotated_cache(masked, paged, seqlen_new, lengths):
         key=F.rotary_embedding(key, cos, sin, positions=starts + torch.arange(seqlen_new)),
         **options,
     )
+    versions = [cache._version for cache in caches]
     got = fused_attn.decode_attention(
         query, *caches, key=key, rotary_cos=cos, rotary_sin=sin, **options
     )
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(caches, expected_caches, rtol=0, atol=0)
+    assert not seqlen_new or all(c._version > v for c, v in zip(caches, versions, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["last stride", "shared memory", "negated"])
+def test_layouts_of_rotated_caches(layout):
+    """The kernel does not write to rows that are not contiguous."""
+    storage = torch.zeros(1, 2, 16, 12, 2)
+    cache = {
+        "last stride": storage[..., 0].mT,
+        "shared memory": torch.zeros(1, 2, 12, 16, 2)[..., 0],
+        "negated": torch.zeros(1, 2, 12, 16, dtype=torch.complex64).conj().imag,
+    }[layout]
+    expected, values = torch.zeros(1, 2, 12, 16), torch.zeros(1, 2, 12, 16)
+    query, key = torch.randn(2, 1, 2, 2, 16, generator=drawn(9))
+    cos, sin = tables_of((12, 8))
+    for keys in (cache, expected):
+        fused_attn.decode_attention(
+            query, keys, values, cache_lengths=[3], key=key, value=key,
+            rotary_cos=cos, rotary_sin=sin,
+        )  # fmt: skip
+    assert expected.any() and torch.equal(cache, expected)
+
+
+def test_positions_may_change_before_the_backward():
+    memory = numpy.zeros((2, SEQLEN), dtype=numpy.int64)
+    x = torch.randn(2, 1, SEQLEN, 16, requires_grad=True, generator=drawn(10))
+    cos, sin = tables_of((SEQLEN, 8))
+    out = F.rotary_embedding(x, cos, sin, positions=torch.from_numpy(memory))
+    memory[:] = 10**12  # torch does not notice
+    (got,) = torch.autograd.grad(out.sum(), x)
+    out = F.rotary_embedding(x, cos, sin, positions=torch.zeros(SEQLEN, dtype=torch.int64))
+    assert torch.equal(got, torch.autograd.grad(out.sum(), x)[0])
+
+
+def test_tensors_without_memory():
+    cos, sin = tables_of((SEQLEN, 8))
+    with pytest.raises(ValueError, match="no memory"):
+        F.rotary_embedding(torch._efficientzerotensor((1, 2, SEQLEN, 16)), cos, sin)
 
 
 def test_errors_of_rotated_caches():
@@ -225,6 +265,13 @@ def test_errors_of_rotated_caches():
     call = {"key": query, "value": query, "cache_lengths": [6]}
     with pytest.raises(ValueError, match="given together, got only rotary_cos"):
         fused_attn.decode_attention(query, *caches, rotary_cos=cos, **call)
-    with pytest.raises(ValueError, match=r"rotary_cos must have shape \(7 or more positions"):
+    long = torch.ones(7, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="must have the same shape"):
+        fused_attn.decode_attention(query, *caches, rotary_cos=cos, rotary_sin=long, **call)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin must not require grad"):
+        fused_attn.decode_attention(query, *caches, rotary_cos=long, rotary_sin=long, **call)
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        fused_attn.decode_attention(query, *caches, sinks=torch.zeros(3), **call)
+    with pytest.raises(ValueError, match="rotary_cos must have at least 7 rows"):
         fused_attn.decode_attention(query, *caches, rotary_cos=cos, rotary_sin=sin, **call)
     assert not caches[0].any()

@@ -4,8 +4,6 @@
 // 34.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/kernels/rows.h"
 
 namespace fused_attn {
@@ -44,7 +42,7 @@ class RotaryPass {
         static_cast<const Table*>(p.cos) + b * p.cos_strides[0] + position * p.cos_strides[1];
     const Table* const sin =
         static_cast<const Table*>(p.sin) + b * p.sin_strides[0] + position * p.sin_strides[1];
-    const int64_t second = !p.whole ? 0 : p.interleaved ? 1 : p.pairs;
+    const int64_t second = !p.per_dimension ? 0 : p.interleaved ? 1 : p.pairs;
     const Factors<Table> factors = {cos, cos + second, sin, sin + second};
     for (int64_t h = 0; h < p.num_heads; ++h) {
       const T* const x = static_cast<const T*>(p.input) + offset(p.input_strides, b, h, i);
@@ -77,7 +75,7 @@ class RotaryPass {
 
   template <class Table>
   static void rotate_neighbors(const RotaryParams& p, const Factors<Table>& f, const T* x, T* out) {
-    const int64_t step = p.whole ? 2 : 1;  // between the factors of two pairs
+    const int64_t step = p.per_dimension ? 2 : 1;  // between the factors of two pairs
     for (int64_t c = 0; c < p.pairs; ++c) {
       const auto [a, b] = rotated(p, to_acc(x[2 * c]), to_acc(x[2 * c + 1]),
                                   A(to_acc(f.cos[step * c])), A(to_acc(f.cos_second[step * c])),

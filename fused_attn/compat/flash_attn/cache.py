@@ -81,11 +81,12 @@ def flash_attn_with_kvcache(
         cache_seqlens = capacity
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    cache_seqlens = torch.as_tensor(cache_seqlens, device=q.device)
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
             raise ValueError("rotary_cos, rotary_sin and k must be given together")
         moves = causal or any(size is not None and size >= 0 for size in window_size)
-        starts = cache_seqlens.to(q.device)[:, None]
+        starts = cache_seqlens[:, None]
 
         def rotated(x: Tensor, moves: bool) -> Tensor:
             positions = starts + torch.arange(x.shape[1], device=x.device) * int(moves)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from typing import Any, cast
 
 from torch.nn import Module
@@ -32,12 +33,27 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
 _ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
 
 
+_registering = threading.Lock()
+
+
 def register(model: Module) -> None:
     """Register fused replacements for the transformers classes in `model` with known code."""
-    for module in model.modules():
-        for cls in type(module).__mro__:
-            if cls not in REPLACEMENTS and _is_candidate(cls):
-                _replace(cls)
+    with _registering:
+        for module in model.modules():
+            for cls in type(module).__mro__:
+                if _is_candidate(cls) and _is_new(cls):
+                    _replace(cls)
+
+
+def _is_new(source: type[Module]) -> bool:
+    """Return True if a class has no replacement, or if its forward was patched after the swap."""
+    fused: Any = REPLACEMENTS.get(source)
+    if fused is None:
+        return True
+    if fused.source_forward == (vars(source).get("forward"),):
+        return False
+    del REPLACEMENTS[source]
+    return True
 
 
 def _replace(source: type[Module]) -> type[FromTorch] | None:
@@ -49,7 +65,7 @@ def _replace(source: type[Module]) -> type[FromTorch] | None:
             return None
         attributes = {"forward": forward}
     body = {"__module__": base.__module__, "__reduce_ex__": _reduce_ex, "source": source}
-    body |= attributes
+    body |= {"source_forward": (vars(source).get("forward"),), **attributes}
     return replaces(source)(type(source.__name__, (base, source), body))
 
 
@@ -60,10 +76,10 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def _unpickled(source: type[Module]) -> Module:
-    """Return an uninitialized instance of the fused replacement of `source`, for unpickling."""
+    """Return an uninitialized module, for unpickling: fused if the code of `source` is known."""
     fused = REPLACEMENTS.get(source) or _replace(source)
-    assert fused is not None  # it was, in the process that pickled the module
-    return fused.__new__(fused)
+    kind = fused or source  # another version of the library may have other code
+    return kind.__new__(kind)
 
 
 def _is_candidate(cls: type) -> bool:

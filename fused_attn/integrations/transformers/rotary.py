@@ -1,18 +1,18 @@
 """Fused rotary embeddings in the attention modules of Hugging Face transformers.
 
 The modules call a global function of their file. Most models have a copy of one of the functions in
-`_ORIGINALS`. The `forward` of a fused module is the code of the original `forward`, in which the
-name of the global function refers to the fused one. No global of transformers is changed.
+`_ORIGINALS`. The `forward` of a fused module has the code of the original `forward`, but another
+name for this function, which is a new global of the file. Existing globals do not change.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn.nn._from_torch import FromTorch
-from fused_attn.ops.rotary import Rotation, rotate
+from fused_attn.ops.rotary import Rotation, rotate, runs_kernel
 
 # Modules under transformers.models whose apply_rotary_pos_emb differ in code, and whether a pair is
 # two neighboring dimensions. All compute x * cos + rotate_half(x) * sin for the first dimensions.
@@ -33,6 +33,7 @@ _ORIGINALS = {
     "modernbert": False,
     "cohere": True,
 }
+_PREFIX = "_fused_attn_"  # of the new globals
 
 
 class RotaryAttention(FromTorch):
@@ -46,59 +47,73 @@ def fused_forward(source: type[Module]) -> FunctionType | None:
     if not isinstance(forward, FunctionType) or not isinstance(innermost, FunctionType):
         return None
     fused = dict(_fused_globals(innermost))
-    if not fused:
-        return None
-    # torch.compile looks up globals in the module that they name.
-    module = ModuleType(f"{__name__}.{source.__module__}.{source.__qualname__}")
-    vars(module).update(innermost.__globals__ | fused, __name__=module.__name__)
-    sys.modules[module.__name__] = module
-    return _rebound(forward, vars(module))
+    forward = _renamed(forward, fused.keys()) if fused else None
+    if forward is not None:
+        innermost.__globals__.update({_PREFIX + name: f for name, f in fused.items()})
+    return forward
 
 
-def _rebound(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function, or of what decorators have wrapped, with other globals."""
-    closure, inner = function.__closure__, getattr(function, "__wrapped__", None)
-    if inner is not None:
-        own, rebound = function.__globals__, _rebound(inner, names)
-        cells = (CellType(rebound) if c.cell_contents is inner else c for c in closure or ())
-        closure = tuple(cells)
+def _renamed(function: FunctionType, names: Any) -> FunctionType | None:
+    """Return a copy of a function, or of the function in its decorators, with renamed globals.
+
+    Returns None for decorators that do not keep the function in a variable.
+    """
+    code, inner = function.__code__, getattr(function, "__wrapped__", None)
+    cells = function.__closure__ or ()
+    if inner is None:
+        code = code.replace(co_names=tuple(_PREFIX + n if n in names else n for n in code.co_names))
     else:
-        own, rebound = names, None
-    copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, closure)
+        found = [c for c in cells if c != CellType() and c.cell_contents is inner]
+        inner = _renamed(inner, names) if isinstance(inner, FunctionType) and found else None
+        if inner is None:
+            return None
+        cells = tuple(CellType(inner) if c in found else c for c in cells)
+    copy = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, cells or None
+    )
     functools.update_wrapper(copy, function)
     copy.__kwdefaults__ = function.__kwdefaults__
-    if rebound is None:
+    if inner is None:
         del copy.__wrapped__  # type: ignore[attr-defined]
     else:
-        copy.__wrapped__ = rebound  # type: ignore[attr-defined]
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
     return copy
 
 
 def _fused_globals(forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the names of known rotary functions that a method calls, and their fused versions."""
-    for name in forward.__code__.co_names:
-        function = forward.__globals__.get(name)
-        if isinstance(function, FunctionType) and name.startswith("apply_rotary"):
-            interleaved = _known().get(_code(function))
-            if interleaved is not None:
-                yield name, _fused(function, interleaved)
+    loads = [i for i in dis.get_instructions(forward) if i.opcode in dis.hasname]
+    for name in {i.argval for i in loads if str(i.argval).startswith("apply_rotary")}:
+        interleaved = _known().get(_code(forward.__globals__.get(name)))
+        if interleaved is not None and all(
+            i.opname == "LOAD_GLOBAL" for i in loads if i.argval == name
+        ):
+            yield name, _fused(forward.__globals__[name], name, interleaved)
 
 
 @functools.cache
-def _fused(original: FunctionType, interleaved: bool) -> Callable[..., Any]:
-    code = original.__code__
+def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[..., Any]:
+    code, names = original.__code__, original.__globals__
     count = code.co_varnames.index("cos")  # of tensors before the tables
     casts = "to" in code.co_names  # results have the dtype of the tensors, for any dtype of cos
+    partial = "cat" in code.co_names  # the tables may be narrower than the tensors
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != count + 2 or kwargs.keys() - {"unsqueeze_dim"}:
-            return original(*args, **kwargs)
+        if names.get(name) is not original:  # replaced after the swap
+            return names[name](*args, **kwargs)
         heads = kwargs.get("unsqueeze_dim", 1)
-        if torch.compiler.is_compiling() or not _fits(*args, heads=heads, casts=casts):
+        if (
+            torch.compiler.is_compiling()
+            or len(args) != count + 2
+            or kwargs.keys() - {"unsqueeze_dim"}
+            or not _fits(args, heads, casts, partial)
+        ):
             return original(*args, **kwargs)
         *tensors, cos, sin = args
-        rotation = Rotation(cos, sin, None, interleaved, whole=True)
+        rotation = Rotation(cos, sin, None, interleaved, per_dimension=True)
+        if not all(runs_kernel(x, rotation) for x in tensors):
+            return original(*args, **kwargs)
         results = tuple(
             rotate(x.transpose(1, heads), rotation).transpose(1, heads) for x in tensors
         )
@@ -107,13 +122,14 @@ def _fused(original: FunctionType, interleaved: bool) -> Callable[..., Any]:
     return apply_rotary_pos_emb
 
 
-def _fits(*args: Tensor, heads: int, casts: bool) -> bool:
+def _fits(args: tuple[Tensor, ...], heads: int, casts: bool, partial: bool) -> bool:
     """Return True if the fused function returns what the original does, except for rounding.
 
     Args:
         args: queries, perhaps keys, cos and sin.
         heads: the dimension of the heads, 1 or 2.
-        casts: True if the dtype of the result does not depend on that of cos.
+        casts: the dtype of the result does not depend on that of cos.
+        partial: the tables may be narrower than the tensors.
     """
     *tensors, cos, sin = args
     if cos.dim() != 3 or sin.shape != cos.shape or sin.dtype != cos.dtype or heads not in (1, 2):
@@ -124,7 +140,7 @@ def _fits(*args: Tensor, heads: int, casts: bool) -> bool:
         and (casts or x.dtype == cos.dtype)
         and x.shape[3 - heads] == seqlen
         and batch in (1, x.shape[0])
-        and width <= x.shape[3]
+        and (width == x.shape[3] or (partial and width < x.shape[3]))
         for x in tensors
     )
 
@@ -134,15 +150,23 @@ def _known() -> dict[Any, bool]:
     known = {}
     for name, interleaved in _ORIGINALS.items():
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        known[_code(module.apply_rotary_pos_emb)] = interleaved
+        code = _code(module.apply_rotary_pos_emb)
+        # Other code may have replaced the function.
+        if code is not None and module.apply_rotary_pos_emb.__code__.co_filename == module.__file__:
+            known[code] = interleaved
     return known
 
 
-def _code(function: FunctionType) -> Any:
-    """Return a key that is equal for functions of equal code, whose helpers have equal code."""
+def _code(function: Any) -> Any:
+    """Return a key that is equal for functions of equal code, whose helpers have equal code.
+
+    Returns None for closures and for objects that are no functions.
+    """
+    if not isinstance(function, FunctionType) or function.__closure__ is not None:
+        return None
     code, helper = function.__code__, function.__globals__.get("rotate_half")
     constants = tuple(c for c in code.co_consts if not isinstance(c, str))  # no docstring
-    own = code.co_code, constants, code.co_names, code.co_varnames
-    if "rotate_half" not in code.co_names or function.__name__ == "rotate_half":
+    own = code.co_code, constants, code.co_names, code.co_varnames, function.__defaults__
+    if "rotate_half" not in code.co_names or function is helper:
         return own
-    return own, _code(helper) if isinstance(helper, FunctionType) else None
+    return own, _code(helper)

@@ -296,6 +296,19 @@ def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
     assert any("already fused" in note for note in fused_attn.swap_modules(fused).notes)
 
 
+def test_models_without_memory_keep_their_padding():
+    """No batch can be compared on the meta device; a later swap compares again."""
+    with torch.device("meta"):
+        fused = model("Bert")
+    stack = type(fused.encoder)
+    report = fused_attn.swap_modules(fused)
+    assert type(fused.encoder) is stack
+    assert any("encoder: keeps its padding" in note for note in report.notes)
+    fused.load_state_dict(model("Bert").state_dict(), assign=True)
+    report = fused_attn.swap_modules(fused)
+    assert type(fused.encoder) is not stack and not any("its padding" in n for n in report.notes)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_models(name, fullgraph, packings):

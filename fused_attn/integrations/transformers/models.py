@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeGuard, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.nn import Module
 from transformers import (
     AttentionInterface,
@@ -160,16 +161,25 @@ def padded_stacks(model: PreTrainedModel) -> list[Module]:
     return [
         module
         for module in model.modules()
-        if packing_class(module) is not None and module not in _inexact
+        if packing_class(module) is not None and not _is_inexact(module)
     ]
 
 
 def inexact_stacks(model: Module) -> list[str]:
     """Return the names of the encoders in a model whose packed results are not the padded ones."""
-    return [name for name, module in model.named_modules() if module in _inexact]
+    return [name for name, module in model.named_modules() if _is_inexact(module)]
 
 
-_inexact: WeakSet[Module] = WeakSet()  # encoders that `_remove_padding` left as they were
+# Encoders that `_remove_padding` left as they were, and where their weights were then.
+_inexact: WeakKeyDictionary[Module, torch.device | None] = WeakKeyDictionary()
+
+
+def _is_inexact(module: Module) -> bool:
+    return module in _inexact and _inexact[module] == _device_of(module)
+
+
+def _device_of(module: Module) -> torch.device | None:
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
 def _remove_padding(encoder: Module) -> bool:
@@ -180,7 +190,7 @@ def _remove_padding(encoder: Module) -> bool:
     exact = cast(PackedEncoder, encoder).is_exact()
     if not exact:
         encoder.__class__ = kind
-        _inexact.add(encoder)
+        _inexact[encoder] = _device_of(encoder)
     return exact
 
 

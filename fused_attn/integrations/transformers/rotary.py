@@ -63,11 +63,11 @@ def _renamed(function: FunctionType, names: Any) -> FunctionType | None:
     if inner is None:
         code = code.replace(co_names=tuple(_PREFIX + n if n in names else n for n in code.co_names))
     else:
-        found = [c for c in cells if c != CellType() and c.cell_contents is inner]
-        inner = _renamed(inner, names) if isinstance(inner, FunctionType) and found else None
+        holds = [c != CellType() and c.cell_contents is inner for c in cells]
+        inner = _renamed(inner, names) if isinstance(inner, FunctionType) and any(holds) else None
         if inner is None:
             return None
-        cells = tuple(CellType(inner) if c in found else c for c in cells)
+        cells = tuple(CellType(inner) if h else c for c, h in zip(cells, holds, strict=True))
     copy = FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, cells or None
     )

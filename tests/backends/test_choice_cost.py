@@ -41,7 +41,7 @@ def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
 
 
 def test_settings_that_decide_are_not_cached(monkeypatch):
-    """Deterministic algorithms exclude backends; verdicts change the choice."""
+    """The cached choice of a backend depends on torch's deterministic mode."""
     from fused_attn.backends import AttentionProblem, registry, select
 
     problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)

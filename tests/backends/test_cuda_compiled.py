@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128)
 
 
 def compile_for(arch: str, source: Path) -> Path:
-    """Return the object file of a source."""
+    """Compile a source for an architecture, and return the object file."""
     result = source.with_suffix(".o")
     code = f"arch=compute_{arch},code=sm_{arch}"
     command = ["nvcc", "-std=c++17", "-O3", "-DNDEBUG", "-gencode", code, "-I", str(ROOT / "csrc")]

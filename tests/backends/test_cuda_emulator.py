@@ -51,7 +51,7 @@ def run(module: ModuleType, kernel: str, tensors: list[torch.Tensor], **argument
 
 
 def lines_of(text: str) -> list[int]:
-    """Return the lines of the kernels that contain a text."""
+    """Return the line numbers of the kernels' source that contain a text."""
     return [number for number, line in enumerate(SOURCE, 1) if text in line]
 
 
@@ -66,7 +66,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix product of the emulated kernel and in float64; unused rows are NaN."""
+    """Return a matrix product by the emulated kernel and in float64; rows past the end are NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])
@@ -159,7 +159,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """Return the messages about a mistake for several seeds; every seed must detect it."""
+    """Return the error messages of a mistake for 8 seeds; each seed must detect it."""
     messages = []
     for seed in range(8):
         settings(seed)
@@ -176,7 +176,7 @@ COPIED = "race: touches what a copy that was not waited for writes"
 
 
 def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[str, str]) -> None:
-    """Each message names both lines, in either order: whichever comes second is the race."""
+    """Assert that each message names both lines of a race, in either order."""
     first, second = map(lines_of, lines)
     pattern = re.compile(
         rf"{kernel} of .*: check_kernels.cpp:(\d+): block \d+, thread \d+: (race: .*) "

@@ -46,7 +46,7 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ranges_of_document_ids(batch, seqlen):
-    """A single row of ids applies to all sequences."""
+    """Ranges of document ids are exact, also if all sequences share one row of ids."""
     sequences = 3
     generator = torch.Generator().manual_seed(seqlen)
     ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]
@@ -76,7 +76,7 @@ def test_tensors_that_kernels_read_in_place():
 
 
 def test_tensors_that_are_copied():
-    """Rows of the copy are padded with zeros."""
+    """Tensors that kernels cannot read in place are copied to rows that are padded with zeros."""
     apart = torch.empty(MAX_ROW_STRIDE + 8)
     for tensor in (
         torch.randn(2, 3, 5, 7),

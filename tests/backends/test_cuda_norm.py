@@ -35,7 +35,7 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
 
 
 def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """With 35 partial sums for 32 warps, the first warps add two each."""
+    """Gradients are within the contract if there are more partial sums (35) than warps (32)."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -49,7 +49,7 @@ def test_16_bit_row_in_stretches():
 
 @pytest.mark.parametrize("columns", [12304, 6401])
 def test_cancellation_over_stretches(columns):
-    """The mean of the first chunk of a row differs from the mean of the row."""
+    """Norms are within the contract if the mean of a row's first chunk is far from the row's."""
     noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
     tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -92,7 +92,7 @@ def test_bad_rows_stay_where_they_are(columns):
 
 @pytest.mark.parametrize(("columns", "value"), [(3, 1.0e38), (12304, 2.0e34)])
 def test_huge_mean(columns, value):
-    """The square of the mean overflows."""
+    """Outputs and gradients are finite if the square of the mean overflows float32."""
     leaf = torch.full((2, columns), value, device=device_of("cuda"), requires_grad=True)
     weight = torch.ones(columns, device=device_of("cuda"), requires_grad=True)
     out = F.layer_norm(leaf, columns, weight, eps=1e-12, backend="cuda")

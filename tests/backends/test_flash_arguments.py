@@ -36,7 +36,7 @@ def install(monkeypatch):
     ids=str,
 )
 def test_windows(install, name, mask, sizes, expected):
-    """Bands are relative to the last query and key; the engine's None or -1 means no limit."""
+    """Engines receive windows relative to the last query and key; None or -1 means no limit."""
     install(name)
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in sizes)
     arguments = query, key, key, mask
@@ -62,7 +62,7 @@ def test_no_key_is_visible(install):
 
 
 def test_rows_stay_in_place(install):
-    """Padding becomes separate sequences, cached on the mask; no seqused, no gather."""
+    """Padded rows stay in place as separate sequences, whose cu_seqlens the mask caches."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
@@ -93,7 +93,7 @@ def test_top_left_causal_over_padding_keys(install):
 @pytest.mark.parametrize("sides", [(9, 5), (9, -1), (-1, 4)], ids=str)
 @pytest.mark.parametrize("seqlen_k", [12, 15])
 def test_top_left_window_over_left_padding(install, sides, seqlen_k):
-    """All sequences end at the last position, so the offset of their ends is known."""
+    """A top-left window over left padding is supported: all sequences end at the last position."""
     install("flash-attn-4")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (12, seqlen_k))
     mask = masks.sliding_window(*sides) & masks.padding([5, 11], side="left")
@@ -108,7 +108,7 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 
 
 def test_one_query(install):
-    """flash-attn 2 turns head groups into queries, and then assumes one row per sequence."""
+    """One query is passed with max_seqlen_q 2: for 1, flash-attn 2 assumes one row per sequence."""
     install("flash-attn")
     query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
     got, wanted = (
@@ -122,7 +122,7 @@ def test_one_query(install):
 
 
 def test_misaligned_rows_are_copied(install):
-    """Kernels load 16 bytes at a time."""
+    """Rows that are not aligned to 16 bytes are copied, because kernels load 16 bytes at a time."""
     install("flash-attn")
     rows = torch.randn(1, 9, 2, 3 * 16 + 1, dtype=torch.float64).transpose(1, 2)
     query, key = rows[..., :16], rows[..., 1:17]
@@ -144,7 +144,7 @@ def test_deterministic(install):
 
 
 def test_early_flash_attn_3(install, monkeypatch):
-    """Builds without return_attn_probs always return (out, lse)."""
+    """Early builds of flash-attn 3, which always return (out, lse), give the right results."""
     install("flash-attn-3")
 
     def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):

@@ -48,7 +48,7 @@ def decoding(number, name):
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
 def test_decoding(install, name):
-    """flash-attn 2 appends to the cache and reads pages of 256; other calls use its forward."""
+    """Decoding gives the reference's results, by flash-attn 2's cache function or by a forward."""
     install(name)
     count = taken = 0
     for number in range(60):

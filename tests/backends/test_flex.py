@@ -151,7 +151,7 @@ def test_learned_bias(sizes, dtype):
 
 @pytest.mark.usefixtures("by_eager_op")
 def test_packed_sequences():
-    """Packed sequences are one batch of global rows, with lse, learned biases and ALiBi."""
+    """Packed sequences are within the contract, with lse, a learned bias and ALiBi."""
     lengths = torch.tensor([20, 0, 33, 7])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     mask = masks.causal() & masks.alibi(torch.rand(4, 4, generator=torch.Generator()))
@@ -247,7 +247,7 @@ def test_compilations_are_bounded(monkeypatch):
 
 
 def test_operands_are_cached_by_device():
-    """Calls without a mask tensor share one MaskSpec on all devices."""
+    """Operands are cached per device, although calls without mask tensors share one MaskSpec."""
     for device in ("cpu", "meta", "cpu"):
         query = torch.empty(1, 2, 40, 16, device=device)
         spec = spec_of(None, True, query, query)
@@ -327,7 +327,7 @@ def test_failed_compilations(monkeypatch):
 
 
 def test_without_positions():
-    """Empty tensors need no kernel."""
+    """Calls with empty tensors return empty or zero outputs without running a kernel."""
     query, key = torch.empty(2, 2, 0, 16), torch.empty(2, 2, 5, 16)
     out = fused_attn.scaled_dot_product_attention(query, key, key, backend="flex")
     assert out.shape == query.shape
@@ -359,7 +359,7 @@ def large(**properties):
 
 
 def test_default_in_place_of_large_scores():
-    """flex runs calls that would materialize large scores, if it can; others stay eager."""
+    """flex runs supported calls that would materialize large scores; others stay eager."""
     for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
         assert registry.choose(problem)[0].name == "flex"
         assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
@@ -383,7 +383,7 @@ def test_not_the_default_where_it_was_found_wrong(monkeypatch):
 
 
 def test_large_scores_are_counted():
-    """Problems that torch's SDPA does not support are large if their score matrix is."""
+    """large_scores is set if torch's SDPA does not support a call and its scores are large."""
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
@@ -420,7 +420,7 @@ def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
 
 
 def test_verification_refuses_what_cannot_be_compiled(monkeypatch):
-    """Verification must not judge the results of the eager fallback."""
+    """During verification, a call that cannot be compiled raises instead of running on eager."""
 
     def fails(*arguments):
         raise TorchDynamoException("no kernel")

@@ -67,7 +67,7 @@ class Problem:
         self.grads = [draw(batch, heads[0], sizes[0], 16), draw(batch, heads[0], sizes[0])]
 
     def call(self, dtype=None):
-        """Return the call in a type; a bias keeps float32 with 16-bit types."""
+        """Return the call with tensors of a dtype; a bias is float32 if that dtype has 16 bits."""
         dtype = self.dtype if dtype is None else dtype
         tensors = {n: t.to(dtype).requires_grad_() for n, t in self.tensors.items() if n != BIAS}
         mask = self.mask
@@ -205,7 +205,7 @@ def test_the_blocks_decide(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_nan_behind_sequences(lowered, tmp_path):
-    """NaN in padding, in a block with real keys, reaches no result."""
+    """NaN in padding keys of a block that also contains real keys reaches no result."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     for place in (1, 2):

@@ -35,7 +35,7 @@ sys.exit(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="reason: needs fork")
 @pytest.mark.parametrize(("parent", "expected"), [("warm", "True 1 1"), ("cold", "True 0 2")])
 def test_child_of_a_fork(parent, expected):
-    """OpenMP in the child would wait for the parent's threads, which do not exist there."""
+    """A forked child returns the parent's result and does not wait for the parent's threads."""
     command = [sys.executable, "-c", PROGRAM, parent]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert told.returncode == 0, told.stderr

@@ -145,7 +145,7 @@ def test_a_learned_bias_is_never_kept():
 
 
 def test_masks_of_another_type():
-    """A float32 mask of 16-bit operands is rounded, as under torch's autocast."""
+    """A float32 mask is rounded to the dtype of 16-bit operands, as under torch's autocast."""
     q, k, v = (t.bfloat16() for t in qkv(grad=False))
     bias = torch.randn(33, 47)
     got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, bias))
@@ -158,7 +158,7 @@ def test_masks_of_another_type():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_second_order_is_as_that_of_torch(is_causal):
-    """The error for a second derivative names torch's kernel."""
+    """Second derivatives raise torch's error, which names its kernel."""
     leaves = qkv()
     for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
         out = by("sdpa", lambda f=function: f(*leaves, is_causal=is_causal))

@@ -161,7 +161,7 @@ def test_layers_share_what_is_derived(derived, is_causal, whole):
 
 
 def test_packed_layers_share_what_is_derived(derived):
-    """Layers with the same cu_seqlens share a mask until it changes in place."""
+    """Layers with the same cu_seqlens share one materialized mask until cu_seqlens changes."""
     q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
     ends, window = torch.tensor([0, 11, 11, 30], dtype=torch.int32), masks.sliding_window(3)
     cases = [{}, {"is_causal": True}, {"attn_mask": window}]

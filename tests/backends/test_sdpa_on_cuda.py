@@ -19,7 +19,7 @@ from fused_attn.backends import AttentionProblem, denylist, get_backend, sdpa
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lse_on_cuda(is_causal, monkeypatch):
-    """On CUDA, lse comes from torch's flash attention; fake tensors show it."""
+    """On CUDA, lse comes from torch's flash attention, which receives the options of the call."""
     flash, given = torch.ops.aten._scaled_dot_product_flash_attention, []
 
     def noted(query, key, value, *options, scale):
@@ -62,7 +62,7 @@ def test_what_has_lse_on_cuda(properties, reason):
 
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
 def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
-    """On CUDA, torch pads head_dim to a multiple of 8; some of its kernels do not support GQA."""
+    """Results are right if torch pads head_dim to a multiple of 8, as it does on CUDA."""
     kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
@@ -91,7 +91,7 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 4, 33, 1), (33, 1), (1,), (3, 1, 33, 47)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_masks_are_dense_in_keys(shape, transposed):
-    """The last dimension is contiguous, as torch's memory-efficient kernel requires."""
+    """The last dimension of a mask is made contiguous for torch's memory-efficient kernel."""
     mask = torch.rand(shape) < 0.5
     mask = mask.mT.contiguous().mT if transposed and len(shape) > 1 else mask
     dense = sdpa._dense_in_keys(mask, 47)
@@ -128,7 +128,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
 
 
 def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
-    """cuDNN's gradient of query can be NaN: https://github.com/pytorch/pytorch/issues/196678."""
+    """Masks with gradients disable cuDNN: https://github.com/pytorch/pytorch/issues/196678."""
     masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
     assert not cudnn_is_enabled(monkeypatch, masked)
     assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)
@@ -158,7 +158,7 @@ def test_cudnn_without_a_mask_tensor(monkeypatch):
     ids=str,
 )
 def test_denylist(capability, version, denied, monkeypatch):
-    """A denylist entry applies to versions and architectures, and names its source."""
+    """A denylist entry applies only to its versions and architectures, and cites its source."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "__version__", version)
@@ -178,7 +178,7 @@ def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):
 
 
 def test_cudnn_under_compile(monkeypatch):
-    """The graph disables cuDNN around torch's function; settings of other kernels stay."""
+    """The graph disables cuDNN only around torch's function, and restores it afterwards."""
     monkeypatch.setattr(sdpa, "_cudnn_is_denied", lambda *tensors: True)
     nodes = []
 

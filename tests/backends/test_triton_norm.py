@@ -34,7 +34,7 @@ def test_cancellation_over_chunks():
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_weights_of_another_type(kind):
-    """16-bit weights with a float32 input, the reverse of test_norm."""
+    """Norms of float32 inputs with 16-bit weights agree with the reference in float32."""
     tensors = tensors_of(kind, (40, 96), True, True)
     wanted = {n: t.to(torch.bfloat16) if n[0] in "wn" else t for n, t in tensors.items()}
     runs = []

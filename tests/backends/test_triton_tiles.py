@@ -1,4 +1,4 @@
-"""The Triton backend classifies tiles as csrc/block_ranges.h does, in both directions."""
+"""The Triton backend classifies tiles as csrc/block_ranges.h does, by rows and by columns."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_candidates_fit(kind, head_dim, element_size):
 
 
 def test_shared_bytes():
-    """The estimate is within 1 KB of the compiler's count for sm_90."""
+    """Estimates of shared memory equal known values, within 1 KB of the compiler's for sm_90."""
     for kind, expected in (("fwd", 81920), ("dq", 98304), ("dkdv", 98304)):
         assert tune.shared_bytes(kind, OLD, 2, 128) == expected
 
@@ -75,7 +75,7 @@ def test_the_fastest_that_is_right(tables, capsys):
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("kind", tune.PASSES)
 def test_triton_calls(kind, monkeypatch):
-    """The calls run, and two configs give the same results."""
+    """The tuner's calls run in the interpreter, and two configs give the same results."""
     sizes = {"_SEQLEN": 96, "_TOKENS": 96, "_HIDDEN": 32, "_CACHE": 300, "_DECODE_BATCH": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(tune, name, size)
@@ -99,7 +99,7 @@ def test_triton_calls(kind, monkeypatch):
 
 
 def test_rows_are_those_of_tuning():
-    """Rows that were not measured stay as they are."""
+    """Printed rows contain the configs that were found, and leave other rows unchanged."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}
     text = tune.rows("sm_90", "NVIDIA H200", found)
     assert "# NVIDIA H200: 64 1.00x, 128 1.50x as fast as the row before" in text

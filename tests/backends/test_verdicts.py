@@ -128,7 +128,7 @@ def test_the_choice_is_by_class(stand_in):
 
 
 def test_calls_go_where_the_verdict_says(stand_in):
-    """Calls without gradients follow the verdict too."""
+    """Calls without gradients run on the backend that the verdict for their class selects."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     short, long = (torch.randn(1, 2, length, 16) for length in (100, 200))
@@ -197,7 +197,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
 
 
 def test_calls_under_autocast_are_of_its_type(stand_in):
-    """The selection uses the dtype that the kernels receive."""
+    """Under autocast, the selection uses the dtype that the kernels receive."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.dtype)
     stored([NAME._replace(dtype="bfloat16")])
@@ -334,7 +334,7 @@ def test_what_is_not_true_is_not_usable(stand_in, entry):
 
 
 def test_a_file_of_another_machine_is_not_used(stand_in):
-    """The file's name and its content identify the GPU."""
+    """A verdict file of another GPU is not used, even under this machine's file name."""
     foreign = stored(gpu="another GPU")
     assert only_reason(stand_in) == verdicts.BY_NAME_ONLY
     foreign.rename(stored())
@@ -362,7 +362,7 @@ def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
 
 
 def test_readers_see_whole_files(stand_in):
-    """Concurrent writers never leave a partial file."""
+    """Readers never see a partial verdict file, even during concurrent writes."""
     stored()
     stop, reasons = threading.Event(), set()
 
@@ -414,7 +414,7 @@ def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
 
 
 def test_folder_is_the_users_cache():
-    """Verdicts are stored in the system's cache folder of the user."""
+    """Verdicts are stored in the user's cache folder."""
     code = "from fused_attn.backends import verdicts; print(verdicts.folder())"
     environment = {**os.environ, "XDG_CACHE_HOME": "/somewhere", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
@@ -446,7 +446,7 @@ def test_compiled_calls_are_chosen_alike(stand_in):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_exported_lengths_stay_open(stand_in, everywhere, strict):
-    """An exported program needs a backend that is usable for all lengths."""
+    """An exported program uses a backend only if it is usable for all lengths."""
     words = verdicts.length_words() if everywhere else ["L<=128"]
     stored([NAME._replace(sizes=f"D<=32,{word}") for word in words])
 

@@ -18,7 +18,7 @@ HEADS, HEADS_KV, DIM = 4, 2, 8
 
 
 def expected(q, k, v, causal=False, window_size=(-1, -1), alibi_slopes=None, softcap=0.0):
-    """Compute attention of (batch, seqlen, heads, dim) in float64, with all scores at once."""
+    """Compute attention of (batch, seqlen, heads, dim) in float64, with the full score matrix."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -123,7 +123,7 @@ def test_cache(case, paged):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_in_the_cache(causal, interleaved):
-    """Rotate pairs of features, as complex numbers times exp(i * angle * position)."""
+    """Rotary embedding in the cache multiplies pairs of features by exp(i * angle * position)."""
     angles = torch.arange(16)[:, None] * torch.tensor([1.0, 0.3, 0.1])
     cache, new, q = (
         torch.randn(2, 2, 16, 2, DIM),

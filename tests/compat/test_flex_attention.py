@@ -1,4 +1,4 @@
-"""compat.flex_attention against torch's FlexAttention, which computes in torch's operations."""
+"""compat.flex_attention, compared with FlexAttention's definition in torch operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensors(heads_kv=H, dtype=torch.float64):
 
 
 def dense(score_mod, leaves, block_mask=None, enable_gqa=False):
-    """Attention in torch's operations, as FlexAttention defines it."""
+    """Return out, lse and gradients of attention as FlexAttention defines it."""
     query, key, value = leaves
     if enable_gqa:
         key, value = (t.repeat_interleave(H // t.shape[1], 1) for t in (key, value))
@@ -124,7 +124,7 @@ def test_other_functions_of_the_score_are_refused(score_mod):
 
 
 def test_what_a_score_mod_reads_may_change():
-    """A changed tensor has an effect even if the first call was in inference mode."""
+    """Changing a tensor that score_mod reads takes effect, even after a call in inference mode."""
     table = torch.zeros(LK)
     query, key, value = (t.detach() for t in tensors())
 

@@ -112,7 +112,7 @@ def expected_mask(mask, rule, keys, total):
 
 
 def expected(query, key, value, bias=None, scale=None):
-    """Compute attention of (batch, seqlen, heads, dim) in float64, with all scores at once."""
+    """Compute attention of (batch, seqlen, heads, dim) in float64, with the full score matrix."""
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
@@ -316,7 +316,7 @@ def test_empty_tensors():
 
 @pytest.mark.parametrize("name", ["LowerTriangularMask", "BlockDiagonalCausalMask", "Padded"])
 def test_compiled(name):
-    """Masks that are arguments of a compiled function, or are created in it, keep one graph."""
+    """A function compiles to one graph if masks are its arguments or are created in it."""
     mask, lengths, total = attn_bias.LowerTriangularMask(), [9], 9
     if name == "Padded":
         kind = attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -358,7 +358,7 @@ def test_no_argument_is_ignored():
         attend(q, k, v, torch.zeros(5, 5))
 
     class Own(attn_bias.LowerTriangularMask):
-        """Mask with another materialize, which would be ignored."""
+        """Subclass that may override materialize, which would be ignored."""
 
     with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.Own"):
         attend(q, k, v, Own())

@@ -1,7 +1,7 @@
 """Device of the tests in this folder: the GPU if there is one, else the CPU.
 
-On a CPU they show that the tests are right. On a GPU they are the first tests of the package's
-default there, torch's kernels.
+On a CPU, they check the tests themselves. On a GPU, they test the package's default there, which
+is torch's kernels.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def attention(mask: Any = None, **options: Any) -> Function:
 
 
 def as_torch_rounds(mask: Mask, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Mask:
-    """Return a mask with the terms that torch adds to scores, which it rounds to their dtype.
+    """Return a mask whose bias is rounded to the dtype of the scores, as torch rounds it.
 
     Args:
         sizes: (batch, num_heads, seqlen_q, seqlen_k).

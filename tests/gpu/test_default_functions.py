@@ -1,4 +1,4 @@
-"""Caches and norm dropout on the backends that calls run on by default on a GPU.
+"""KV caches and norm dropout on the default backends of a GPU.
 
 test_checks.py covers packed sequences and the numerics of norms.
 """
@@ -70,7 +70,7 @@ def test_decode(host, seqlen_new, page_size, dtype, backend):
 @every_dtype
 @kinds
 def test_norm_dropout_by_the_generator(kind, dtype, backend):
-    """Equal seeds give equal bits; the rate of dropped elements is that of the call."""
+    """Equal seeds give equal bits, and the share of dropped elements is close to dropout_p."""
     tensors = [t.to(DEVICE, dtype) for t in tensors_of(kind, (64, 96), True, False).values()]
     leaves, function = [t.requires_grad_() for t in tensors], getattr(fa, kind)
 

@@ -1,4 +1,4 @@
-"""Attention on the backends that calls run on by default on a GPU.
+"""Attention on the default backends of a GPU.
 
 test_checks.py covers every kind of mask, grouped queries, lse and softcap.
 """
@@ -38,7 +38,7 @@ def qkv(head_dim=40, head_dim_v=None, num_heads_kv=4, sizes=SIZES):
 @every_dtype
 @pytest.mark.parametrize("name", ["alibi", "alibi_batch"])
 def test_slopes(name, dtype, backend):
-    """torch adds slopes that it rounds to the dtype of the scores."""
+    """ALiBi is within the contract; the reference of torch's kernels rounds the bias as they do."""
     mask = MASKS[name](*SIZES)
     rounded = attention(as_torch_rounds(mask, SIZES, dtype))
     truth = rounded if by_torch(backend) else None
@@ -80,7 +80,7 @@ def mask_tensor(name, kind, device, dtype):
 @pytest.mark.parametrize("kind", ["bool", "float", "float32"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_mask_tensors(name, kind, dtype, backend):
-    """Masks of any layout, including float32 masks for 16-bit queries, as under autocast."""
+    """Mask tensors of any layout are within the contract, also float32 for 16-bit queries."""
     mask = functools.partial(mask_tensor, name, kind)
     assert_judged(attention(mask), qkv(), dtype, backend)
 
@@ -112,7 +112,7 @@ HIDING = {
 @every_dtype
 @pytest.mark.parametrize("name", HIDING)
 def test_rows_without_visible_keys(name, dtype, backend):
-    """Output and gradient are 0, not NaN."""
+    """Queries without visible keys have output 0 and gradient 0, not NaN."""
     got = assert_judged(attention(HIDING[name]), qkv(), dtype, backend)
     out, grad = got["out0"], got["grad_query"]
     hidden = out[0] if name == "padding" else out if name == "all" else out[:, :, ::3]
@@ -132,7 +132,7 @@ def test_rows_without_visible_keys(name, dtype, backend):
     [(1, 1), (3, 3), (20, 20), (36, 36), (100, 100), (192, 192), (256, 256), (40, 24), (64, 100)],
 )
 def test_head_dim(head_dim, head_dim_v, mask, dtype, backend):
-    """Sizes that are not multiples of 8, the largest size, and a different head_dim_v."""
+    """Any head_dim up to 256 is within the contract, also with a different head_dim_v."""
     assert_judged(attention(mask), qkv(head_dim, head_dim_v), dtype, backend)
 
 
@@ -147,7 +147,7 @@ def low(tensors):
 @pytest.mark.parametrize("seqlen_k", [64, 192, 320])
 @pytest.mark.parametrize("kind", ["bool", "float", "padding"])
 def test_lengths_that_cudnn_computes_wrongly(kind, seqlen_k, dtype, backend):
-    """Masks with gradients and a low lse, see https://github.com/pytorch/pytorch/issues/196678."""
+    """Masked calls with a low lse are right: https://github.com/pytorch/pytorch/issues/196678."""
     made = {
         "bool": lambda device, dtype: torch.ones(
             128, seqlen_k, dtype=torch.bool, device=device
@@ -165,7 +165,7 @@ def test_lengths_that_cudnn_computes_wrongly(kind, seqlen_k, dtype, backend):
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("mask", [None, masks.padding([70, 20])], ids=["none", "padding"])
 def test_one_query(mask, gradients, dtype, backend):
-    """One query, also with a low lse, see https://github.com/NVIDIA/cudnn-frontend/issues/1072."""
+    """One query with a low lse is right: https://github.com/NVIDIA/cudnn-frontend/issues/1072."""
     tensors = qkv(64, sizes=(2, 4, 1, 70), num_heads_kv=4)
     for given in (tensors, low(tensors)):
         got = assert_judged(attention(mask), given, dtype, backend, gradients=gradients)
@@ -215,8 +215,10 @@ def test_dropout_by_the_generator(mask, dtype, backend):
 @every_backend
 @every_dtype
 def test_rate_of_dropout(dtype, backend):
-    """Kept weights are scaled by 1 / (1 - p), and their number is within 5 standard
-    deviations of the expected one."""
+    """The number of kept weights is within 5 standard deviations of its expected value.
+
+    Kept weights are scaled by 1 / (1 - p).
+    """
     n, p = 64, 0.25
     query, key = torch.zeros(2, 2, 4, n, n, device=DEVICE, dtype=dtype).unbind()
     value = torch.eye(n, device=DEVICE, dtype=dtype).expand(2, 4, n, n)

@@ -27,7 +27,7 @@ def test_machine(record_property):
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
 def test_modules(name):
-    """A missing module only skips the backend of its name."""
+    """The compiled modules can be imported; the test of a missing module is skipped."""
     try:
         importlib.import_module(f"fused_attn.{name}")
     except ImportError as error:
@@ -35,7 +35,7 @@ def test_modules(name):
 
 
 def test_ceilings(record_property, monkeypatch):
-    """Record the rates of copying and of a bfloat16 matmul, which are the ceilings."""
+    """Record the rates of a copy and of a bfloat16 matmul, the ceilings of the benchmarks."""
     if not ON_GPU:
         pytest.skip("reason: needs a GPU")
     monkeypatch.syspath_prepend(str(BENCHMARKS))

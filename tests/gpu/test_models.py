@@ -76,7 +76,7 @@ def test_encoder_layer(name, norm_first, training):
 
 @training
 def test_transformer(training):
-    """Encoder and decoder agree with padding and a causal mask."""
+    """With padding and a causal mask, a Transformer agrees with torch's."""
     theirs = perturbed(torch.nn.Transformer(WIDTH, HEADS, 1, 1, 64, **OPTIONS), training)
     fused = fnn.Transformer.from_torch(copy.deepcopy(theirs))
     kwargs = {

@@ -83,7 +83,7 @@ def test_masks(name, dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_and_batches_that_see_other_tiles(backend):
-    """Tiles are fully masked in some heads only, or in some sequences only."""
+    """Results are right if tiles are fully masked in only some heads or only some sequences."""
     shape = (2, 4, 2, 130, 260)
     key = torch.arange(260)
     of_heads = key // 64 != torch.arange(4)[:, None, None]
@@ -150,7 +150,7 @@ def test_scale_and_strides(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_large_scores(dtype, backend):
-    """Scores are in the hundreds, where exp without a maximum would overflow."""
+    """Scores in the hundreds do not overflow, and very negative finite biases do not mask."""
     tensors = random_qkv(1, 2, 2, 40, 150, 64)
     tensors["query"] *= 20.0
     assert_like_eager(attention(masks.causal()), tensors, dtype, backend)
@@ -164,7 +164,7 @@ def test_large_scores(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_low_scores(dtype, backend):
-    """All scores are below -100, so a score of 0 from padding after the last key would dominate."""
+    """Padding after the last key has no weight, even if all real scores are below -100."""
     tensors = random_qkv(1, 2, 2, 40, 150, 64)
     tensors["query"] = 5.0 * (tensors["query"].abs() + 1.0)
     tensors["key"] = -tensors["key"].abs() - 1.0
@@ -218,7 +218,7 @@ def test_empty_tensors(dtype, backend):
     ],
 )  # fmt: skip
 def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch):
-    """NaN and Inf in fully masked keys and values change no bit, compared with zeros."""
+    """NaN and Inf in fully masked keys and values give the same bits as zeros there."""
     # By default, CUDA kernels sum the gradients of 16-bit queries in no fixed order.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     batch, seqlen_q, seqlen_k = 2, 75, 210
@@ -348,7 +348,7 @@ def memory_full_of_nan():
 @pytest.mark.usefixtures("memory_full_of_nan")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_are_written_whole(backend):
-    """Kernels write every element of their outputs, whose memory is filled with NaN before."""
+    """Kernels write every element of their outputs, which torch.empty fills with NaN."""
     assert torch.empty(1).isnan()
     mask = MASKS["ragged"](2, 2, 45, 150) & MASKS["documents"](2, 2, 45, 150)
     tensors = random_qkv(2, 2, 1, 45, 150, 40)
@@ -366,10 +366,10 @@ def test_outputs_are_written_whole(backend):
 )
 @given(data=st.data())
 def test_anything(backend, data):
-    """Random shapes, dtypes, strides, GQA, dropout, softcap, and up to three masks.
+    """Random combinations of shapes, dtypes, strides, masks and options satisfy the contract.
 
     Shapes are not tiny, because the contract compares with the largest error of eager attention,
-    which is random for a few rows. Slow backends run smaller and fewer examples.
+    which varies too much over only a few rows. Slow backends run fewer and smaller examples.
     """
     heads_kv = data.draw(st.integers(2, 3))
     shape = (
@@ -405,9 +405,9 @@ def test_anything(backend, data):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
-    """All scores are 0, so the rounding error of lse is up to 4.8e-7.
+    """The rounding error of lse does not scale the weights that the backward recomputes.
 
-    Such an error scales every weight that the backward recomputes.
+    All scores are 0, for which lse is rounded by up to 4.8e-7.
     """
     for seqlen_k in (3100, 4753, 4935):
         tensors = random_qkv(1, 1, 1, 1, seqlen_k, 4)

@@ -1,4 +1,4 @@
-"""CPU results of a sequence are bitwise equal alone, in any batch, with any thread count."""
+"""On CPUs, a sequence gives the same bits alone, in any batch and on any number of threads."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_decoding(first, isa):
 
 
 def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
-    """A padded batch and its single sequences give equal bits, with 8 heads as dQ requires."""
+    """Assert that sequences give the same bits in a padded batch and alone; dQ requires 8 heads."""
     shape = len(lengths), 8, max(lengths), dim
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -133,7 +133,7 @@ def test_prefill_and_gradients(lengths, dtype, isa):
 
 
 def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: torch.dtype) -> None:
-    """Packed sequences, with 8 heads, and single ones give equal bits."""
+    """Assert that sequences with 8 heads give the same bits packed together and alone."""
     ends_q, ends_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
     rows = [sum(lengths_q), sum(lengths_k), sum(lengths_k), sum(lengths_q)]
     tensors = [torch.randn(n, 8, dim, generator=drawn(i)).to(dtype) for i, n in enumerate(rows)]
@@ -166,7 +166,7 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
 
 
 def test_packed_batch():
-    """The batch is large enough for the CPU kernels to prefetch the next head."""
+    """Packing changes no bit in a batch so large that the CPU kernels prefetch the next head."""
     lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
     assert 4 * sum(lengths) * 8 * 32 * 4 > 2**20
     check_packed(lengths, lengths, 32, torch.float32)
@@ -174,7 +174,7 @@ def test_packed_batch():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_packed_prompts_and_decoding_steps(dtype, isa):
-    """Different kernels compute sequences of one packed batch."""
+    """Packing changes no bit if different kernels compute the sequences of one batch."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, vectors compute short sequences")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]

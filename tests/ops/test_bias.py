@@ -23,7 +23,7 @@ from fused_attn import masks
 @pytest.mark.parametrize("lowest", [-1e6, -1e8, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_whose_bias_is_very_negative(backend, lowest, dtype):
-    """Such rows attend to all keys, because a finite bias does not mask."""
+    """Rows whose bias is very negative attend to all keys, because a finite bias does not mask."""
     bias = torch.zeros(9, 70)
     bias[2:5] = lowest
     tensors = random_qkv(1, 2, 2, 9, 70, 16)
@@ -79,9 +79,9 @@ def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
-    """The gradient of a bias that is equal for all keys is that of lse.
+    """The gradient of a bias that is constant over the keys equals the gradient of lse.
 
-    The rounding of out to 16 bits must not show there.
+    Rounding out to 16 bits must not affect it.
     """
     base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
     tensors = random_qkv(2, 2, 2, 60, 150, 32)

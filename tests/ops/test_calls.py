@@ -50,7 +50,7 @@ def call(q, k, v, mask, **options):
     ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
 )
 def test_masks_in_turn(make, options, grad):
-    """A new mask with the layout of the previous one, and then that mask changed in place."""
+    """A call does not reuse values cached for another mask, or before a change in place."""
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     first = make()
     call(*tensors, first, **options)
@@ -69,7 +69,7 @@ def test_masks_in_turn(make, options, grad):
 
 
 def test_bias_that_requires_grad_later():
-    """Values cached for a constant bias do not hide its gradient later."""
+    """A bias whose values were cached as constants has a gradient once it requires one."""
     q, k, v = qkv(2, 3, 40, 16)
     bias = torch.randn(3, 40, 40, requires_grad=True)
     mask = masks.bias(torch.randn(3, 40, 40))
@@ -177,7 +177,7 @@ def test_threads_do_not_share_workspace():
 
 
 def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
-    """The values of a mask may have changed when the graph is replayed."""
+    """CUDA graph capture bypasses the mask cache, because masks may change before a replay."""
     x, mask = qkv(1, 2, 40, 16), masks.dense(torch.rand(40, 40) < 0.5)
 
     def kept():

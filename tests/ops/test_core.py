@@ -1,4 +1,4 @@
-"""AttentionCall as a value: flat form, outputs, and adding a field or a backend."""
+"""AttentionCall and NormCall: flat form, new fields, and new backends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WithSinks(AttentionCall):
 
 
 def test_a_new_field_is_one_line():
-    """The field is in the schema and the flat form; if it is a tensor, autograd tracks it."""
+    """A new tensor field appears in the schema, the flat form and the tensors of a call."""
 
     assert (*AttentionCall.NAMES, "sinks") == WithSinks.NAMES
     assert (*AttentionCall.TENSORS, "sinks") == WithSinks.TENSORS
@@ -125,7 +125,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
 
 
 def test_without_the_c_functions_of_torch():
-    """Before torch 2.10, tensors are read through their Python attributes."""
+    """Without DLPack's C API (torch < 2.10), calls read Python attributes and give equal bits."""
     tensors = [torch.randn(2, 3, 9, 16, dtype=t) for t in (torch.float32, torch.bfloat16)]
     mask = torch.rand(2, 1, 9, 9) > 0.3
     backend = registry.get_backend("cpp")

@@ -50,7 +50,7 @@ def test_masks(name, seqlen_q, dtype, backend):
 
 
 def test_is_another_kernel():
-    """The decode kernel runs: it rounds differently from the forward kernel."""
+    """Without gradients, one query runs on the decode kernel, as its different rounding shows."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
     call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
@@ -71,7 +71,7 @@ def test_compiled_calls_take_it_too():
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
 def test_isas(group, seqlen_q, isa, dtype):
-    """Vectors over features or queries, AMX tiles, and more rows than one query tile has."""
+    """All decode variants are within the contract, also for more rows than one query tile has."""
     shape = (1, 2 * group, 2, seqlen_q, 1000)
     check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
     check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
@@ -81,7 +81,7 @@ def test_isas(group, seqlen_q, isa, dtype):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_heads_in_tile_registers(rows, name, isa, dtype):
-    """12 heads share keys, with few queries or with more than a query tile has."""
+    """AMX decoding is within the contract for 12 heads that share keys and 1, 3 or 20 queries."""
     mask = MASKS[name](2, 24, rows, 300)
     check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
     check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
@@ -89,7 +89,7 @@ def test_heads_in_tile_registers(rows, name, isa, dtype):
 
 @pytest.mark.parametrize(("isa", "dtype"), IN_TILES, indirect=["isa"])
 def test_large_scores_in_tile_registers(isa, dtype):
-    """The row maximum rises from block to block, and one key has nearly all the weight."""
+    """AMX decoding is within the contract if the row maximum rises from KV block to KV block."""
     tensors = random_qkv(1, 8, 1, 2, 600, 64)
     tensors["key"] *= torch.linspace(0.1, 12, 600).view(-1, 1)
     check(tensors, None, dtype)
@@ -141,7 +141,7 @@ def test_head_dims(dim, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 40])
 def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
-    """Latent attention: all heads share one key of 576, whose first 512 elements are the value."""
+    """Latent attention is within the contract: value is the first 512 of 576 columns of key."""
     tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
     tensors["value"] = tensors["key"][..., :512]
     check(tensors, masks.causal(align="bottom_right"), dtype)
@@ -152,7 +152,7 @@ def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
 @pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_that_share_keys_see_others(rows, kind, backend):
-    """Some tiles are visible to one head of a group only, and some to none."""
+    """Results are right if a tile is visible to only one head of a group, or to none."""
     seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
     seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
     seen[1, :, :, 128:256] = True

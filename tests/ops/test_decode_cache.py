@@ -34,8 +34,8 @@ class Cache:
     """KV cache of some sequences, with NaN at positions that belong to no sequence.
 
     Args:
-        key, value: (batch, num_heads_kv, CAPACITY, dim); sequence b has the first
-            lengths[b] + new of them, the last `new` of which are not in the cache yet.
+        key, value: (batch, num_heads_kv, CAPACITY, dim). Sequence b consists of the first
+            lengths[b] + new rows, of which the last `new` are not in the cache yet.
     """
 
     def __init__(self, key, value, lengths, new, layout):
@@ -175,7 +175,7 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_decoding_step_by_step(backend):
-    """Prefill, then steps with one Mask and with lengths that change in place."""
+    """Prefill and decoding steps give the rows of one causal call if lengths change in place."""
     tensors = random_qkv(2, 4, 2, 24, 24, 16)
     query, key, value = (t.to(device_of(backend)) for t in tensors.values())
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -304,7 +304,7 @@ def test_types_of_caches(changes):
 
 @pytest.mark.parametrize("head_dim", [64, 300])
 def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
-    """Calls with head_dim 300 run on torch's kernels, which read all keys."""
+    """Cache rows after the end of a sequence have no effect, even on torch's kernels."""
     lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
     caches = [torch.full((2, 4, 16, head_dim), float("nan")) for _ in "kv"]
     for cache in caches:

@@ -1,4 +1,4 @@
-"""A seed gives one dropout mask on every backend, instruction set and number of threads."""
+"""A seed gives the same dropout mask on every backend, instruction set and number of threads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_share_that_is_kept(dropout_p):
 
 
 def test_decisions_are_independent():
-    """Neighbors in each dimension and different seeds are uncorrelated."""
+    """Dropout decisions of neighbors in each dimension and of different seeds are uncorrelated."""
     signs = drawn(7).double() * 2 - 1
     pairs = {f"seed + {1 << e}": drawn(7 + (1 << e)).double() * 2 - 1 for e in (0, 1, 31, 32, 48)}
     correlations = {name: (signs * other).mean() for name, other in pairs.items()}
@@ -86,7 +86,7 @@ def test_decisions_are_independent():
 
 
 def test_decisions_of_a_counter():
-    """All 256 outcomes of one counter are equally likely, by a chi-squared test."""
+    """All 256 outcomes of the 8 decisions of a counter are equally likely (chi-squared test)."""
     octets = drawn(11).reshape(-1, 8).long() @ (1 << torch.arange(8))
     counts = torch.bincount(octets, minlength=256).double()
     expected = octets.numel() / 256
@@ -203,7 +203,7 @@ def test_seed_of_packed_sequences():
 
 
 def test_compiled_with_a_seed():
-    """Compiled code accepts symbolic seeds and numpy numbers."""
+    """A compiled call accepts changing int seeds and equals an eager call with a numpy seed."""
     x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def step(x, seed):

@@ -1,4 +1,4 @@
-"""Invalid input raises the right error; messages name argument, expected and actual value."""
+"""Invalid input raises an error that names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_unknown_field_is_an_error():
 
 
 def test_unknown_field_of_a_call_is_an_error():
-    """A module built before a field existed refuses to load."""
+    """Loading a compiled module that does not know a call field raises ImportError."""
     known = set(_cpu.FIELDS)
     check_fields(known)
     with pytest.raises(ImportError, match="does not know the call fields dense, softcap"):

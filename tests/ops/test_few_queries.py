@@ -13,7 +13,7 @@ from fused_attn import functional, masks
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """With GQA, the last KV block and the last vector of features are partial."""
+    """Every mask is within the contract with GQA, a partial KV block and a partial vector."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")

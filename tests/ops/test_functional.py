@@ -89,7 +89,7 @@ def test_choice_of_backend(monkeypatch):
 
 
 def test_cpu_isa_variable():
-    """FUSED_ATTN_CPU_ISA is read once per process, so each value runs in a new one."""
+    """FUSED_ATTN_CPU_ISA selects an instruction set, and an invalid value is refused on import."""
     import subprocess
     import sys
 
@@ -139,7 +139,7 @@ def test_numbers_as_torch_takes_them(name):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_parts_of_the_keys_make_the_whole(backend):
-    """Partial results over keys merge through lse, also for fully masked rows."""
+    """Results over parts of the keys merge through lse, even if a part masks a row fully."""
     dtype, visible = most_exact(backend), torch.rand(2, 1, 9, 24) < 0.5
     visible[0, :, 2, :8], visible[..., 20] = False, True
     tensors = [torch.randn(2, 2, length, 8, dtype=dtype) for length in (9, 24, 24)]

@@ -1,6 +1,7 @@
 """gradcheck and gradgradcheck in float64; the first order runs on the kernels.
 
-Backends without float64: other files test the first order; the end of this file tests the second.
+For backends without float64, other files test the first order, and the end of this file tests
+the second.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def gradients_of(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_of_attention(dropout_p, backend):
-    """The first order runs on kernels, the second in eager math with the same dropout."""
+    """Second-order gradients are within the contract; eager operations apply the same dropout."""
     tensors = random_qkv(2, 4, 2, 20, 50, 16)
     tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
     function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)

@@ -67,7 +67,7 @@ def test_head_dims(dtype, head_dim, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_maximum_that_rises(dtype, isa):
-    """The row maximum grows between KV blocks by more than the range of unscaled weights."""
+    """Results are right if later KV blocks raise the row maximum so that weights are rescaled."""
     tensors = random_qkv(1, 2, 2, 64, 400, 32)
     tensors["key"] *= torch.arange(400)[:, None] // 64 * 8.0
     check(tensors, dtype)
@@ -76,7 +76,7 @@ def test_a_maximum_that_rises(dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_scores_far_below(dtype, isa):
-    """Rows are masked by finfo.min, some of them completely."""
+    """Masking by a bias of finfo.min is within the contract, even in fully masked rows."""
     tensors = random_qkv(1, 2, 2, 64, 200, 32)
     lowest = torch.finfo(torch.float32).min
     visible = torch.rand(64, 200) > 0.5
@@ -107,7 +107,7 @@ POWERS = {
 
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_2(name, isa):
-    """Operands have magnitudes over the whole range of float32."""
+    """Results are within the contract for operands of any magnitude in float32."""
     if isa.startswith("amx") and name.startswith("subnormal"):
         pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -158,7 +158,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
 @pytest.mark.parametrize(("name", "row"), [("query", 5), ("key", 3), ("key", 130)])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
-    """On x86, 0 times infinity is a NaN with its sign bit set."""
+    """A visible NaN of either sign reaches the output; on x86, 0 * inf is a negative NaN."""
     tensors = {n: t.to(dtype) for n, t in random_qkv(1, 1, 1, 70, 139, 32).items()}
     element = tensors[name][0, 0, row, 3:4]
     element.copy_(torch.tensor(float("nan")))
@@ -175,7 +175,7 @@ def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
 @pytest.mark.parametrize("size", [3e2, 1e4, 1e6, 1e15, 1e18])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_scores_far_apart(mask, size, dtype, isa):
-    """Scores differ by more than the range of exp, up to infinite scores."""
+    """Results are within the contract if scores differ by more than exp's range or are infinite."""
     if size > torch.finfo(dtype).max / 10:
         pytest.skip("reason: not a float16")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -186,7 +186,7 @@ def test_scores_far_apart(mask, size, dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("scale", [1e-46, 1e-30, 1e-7, 1e-5, 1e-2])
 def test_scores_that_are_nearly_the_same(scale, dtype, isa):
-    """All weights are near 1, down to a scale that is 0 in float32."""
+    """Results are within the contract for tiny scales, even for one that is 0 in float32."""
     check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=scale)
 
 

@@ -105,7 +105,7 @@ def test_other_masks(start):
 
 
 def test_packed_sequences():
-    """Packed sequences become one batch of global rows."""
+    """Intervals and block lists of packed sequences agree with the dense mask of all rows."""
     for number in range(100):
         spec, shape, visible = packed_problem(number)
         intervals = intervals_of(spec, shape, CPU)
@@ -136,7 +136,7 @@ def test_long_sequences(kind):
 
 
 def test_no_values_are_read():
-    """If values cannot be read, documents are compared and not assumed to be contiguous."""
+    """On the meta device, no values are read, and documents are not assumed to be contiguous."""
     device = torch.device("meta")
     ids = torch.zeros(1, 64, dtype=torch.long, device=device)
     lengths = torch.empty(1, dtype=torch.long, device=device)

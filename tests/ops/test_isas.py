@@ -25,7 +25,7 @@ from fused_attn.call.options import NormOptions
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name, dtype, isa):
-    """There are more than 64 queries; with fewer, float32 runs on AVX-512 instead of AMX."""
+    """Every mask is within the contract for 75 queries (up to 64, float32 runs without AMX)."""
     mask = MASKS[name](3, 4, 75, 149)
     tensors = random_qkv(3, 4, 2, 75, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -46,7 +46,7 @@ def test_rows_an_odd_number_apart(dtype, isa):
 
 
 def test_sums_over_keys(isa):
-    """With small ALiBi slopes, rows have two large weights and 38 small ones."""
+    """Sums over keys are within the contract if a row has two large and 38 small weights."""
     shape = 2, 2, 1, 70, 139
     slopes = 2.0 ** (-4.0 * torch.arange(1.0, 3.0))
     mask = masks.sliding_window(27, 15) & masks.alibi(slopes)
@@ -75,7 +75,7 @@ def total_of(input, residual):
 
 
 def test_float16_conversions_are_those_of_the_processor(isa):
-    """The norm's sum leaves every finite float16 unchanged."""
+    """Conversions to and from 16-bit types round as torch's do, and keep infinity and NaN."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)
@@ -95,7 +95,7 @@ def test_float16_conversions_are_those_of_the_processor(isa):
 
 
 def test_scores_of_float16_are_those_of_float32(isa):
-    """The lse of a single key is its score, which has float32 accuracy."""
+    """Scores of float16 have float32 accuracy, as the lse of a single key shows."""
     query, key = (torch.randn(2, 64, 8, 1, 40, generator=drawn(0))).half()
     _, lse = functional.scaled_dot_product_attention(query, key, key, return_lse=True)
     terms = query.double() * key.double() * 40**-0.5
@@ -158,7 +158,7 @@ def assert_same_bits_on_threads(run):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_threads_do_not_change_gradients(dtype, isa):
-    """The gradient of a bias that is broadcast over the batch is summed over all threads."""
+    """The number of threads changes no bit of gradients, even of a bias shared by the batch."""
     tensors = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
     bias = torch.randn(1, 4, 300, 300, generator=drawn(6))
 
@@ -175,7 +175,7 @@ def test_threads_do_not_change_gradients(dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("seqlen_k", "dropout_p"), [(500, 0.0), (3, 0.4)])
 def test_threads_do_not_change_inference(seqlen_k, dropout_p, dtype, isa):
-    """Values differ in magnitude, and one is NaN, which dropout removes from some rows."""
+    """The number of threads changes no bit of inference, even with a NaN among the values."""
     tensors = random_qkv(1, 2, 1, 520, seqlen_k, 32)
     tensors["value"] *= 2.0 ** (torch.arange(seqlen_k)[:, None] // 64 % 4 * 3)
     tensors["value"][0, 0, seqlen_k // 2, 5] = torch.nan

@@ -129,7 +129,7 @@ class _Copies(TorchDispatchMode):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["attention", "weights", "encoder", "decoder"])
 def test_modules_copy_nothing(kind, batch_first):
-    """Modules transpose projections and outputs as views."""
+    """Modules copy no tensor, because they transpose projections and outputs as views."""
     options = {"batch_first": batch_first, "dropout": 0.0}
     attention = nn.MultiheadAttention(16, 2, **options)
     encoder = nn.TransformerEncoderLayer(16, 2, 32, **options)

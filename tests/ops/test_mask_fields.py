@@ -39,7 +39,7 @@ def test_refused(name):
 
 
 def test_flash_gets_no_band():
-    """The engine would attend to all keys of the band, so a mask with more conditions has none."""
+    """A mask with conditions besides its band is not passed to a flash engine as a band."""
     assert band.band_of(New(band_hi=0)) == band.Band(hi=0)
     assert band.band_of(New(band_hi=0, gates=torch.ones(2))) is None
 

@@ -1,4 +1,4 @@
-"""Masks from functions of positions, BlockMasks and unions, and which structure is recognized."""
+"""Masks from functions of positions, BlockMasks and unions, and the structure found in them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 
 
 def test_random_intervals():
-    """Visible positions of masks with one interval per row do not depend on what is recognized."""
+    """Recognizing structure does not change the visible positions of random interval masks."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(high, *size):
@@ -123,7 +123,7 @@ def test_values_and_gradients(name):
 
 @pytest.mark.parametrize("by_batch", [False, True])
 def test_block_masks(by_batch):
-    """Blocks that are not listed are masked, and full blocks do not apply the function."""
+    """In a BlockMask, unlisted blocks are masked, and mask_mod is not applied in full blocks."""
     length = 300
     starts = torch.tensor([0, 70])
 
@@ -159,7 +159,7 @@ def test_block_masks(by_batch):
 
 
 def test_packed_sequences_and_graphs():
-    """Positions are those within a sequence; in a graph, the mask is dense."""
+    """A mask function receives positions within a packed sequence, and compiles to one graph."""
     mask = masks.from_mask_mod(MODS["window"][0])
     packed, starts = torch.randn(30, H, 8), torch.tensor([0, 10, 30])
     torch.testing.assert_close(
@@ -199,7 +199,7 @@ def attend(query, key, mask, lengths):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_alignment_does_not_depend_on_what_is_recognized(hidden):
-    """Bottom-right bands align to the ends of the sequences, not to the last key of a function."""
+    """Bottom-right bands align with the sequence ends, not a mask function's last visible key."""
     few = masks.from_mask_mod(lambda b, h, q, k: (k < 5) & ((q != 1) | (k != 3) | (not hidden)))
     for other in (masks.causal("bottom_right"), masks.sliding_window(2, 0, "bottom_right")):
         query, key = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 8)

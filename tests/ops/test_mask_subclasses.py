@@ -114,7 +114,7 @@ def test_plain_subclasses_are_tensors(qkv):
     ids=["function", "dense", "module"],
 )  # fmt: skip
 def test_others_are_refused(call, qkv):
-    """Masked tensors and unknown subclasses may not store their values in memory."""
+    """Masked tensors and unknown subclasses are refused; their memory need not hold values."""
     visible = torch.rand(47, 47) < 0.5
     for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
         with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):

@@ -123,7 +123,7 @@ def test_visible_as_documented(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_see_what_is_documented(name, backend):
-    """With an identity as value, out is nonzero where a key is visible."""
+    """Kernels give nonzero weights to exactly the keys that are documented as visible."""
     mask, visible = CASES[name]
     there = device_of(backend)
     x = torch.zeros(BATCH, HEADS, LEN_Q, 4, device=there)
@@ -199,7 +199,7 @@ def test_to_where_it_is_gives_the_mask_itself(name):
 
 
 def test_a_new_condition_is_a_class_and_a_field(monkeypatch):
-    """Mask methods find, move and combine the tensors of a new condition."""
+    """A new condition needs only a class and a field: mask methods find and map its tensors."""
 
     @dataclass(frozen=True)
     class Blocks:

@@ -53,7 +53,7 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
 def test_rows_that_leave_the_caches(shape, dtype):
-    """Large outputs are written with non-temporal stores where rows are aligned."""
+    """Norms whose outputs exceed the CPU caches are within the contract, aligned or not."""
     tensors = tensors_of("layer_norm", shape, True, True)
     assert_like_eager(norm("layer_norm", dropout_p=0.25), tensors, dtype, "cpp")
 
@@ -61,7 +61,7 @@ def test_rows_that_leave_the_caches(shape, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
-    """Weights have the dtype of the input; test_norm has float32 weights."""
+    """With weights in the 16-bit dtype of the input, output and gradients have that dtype."""
     leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
     out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype
@@ -100,7 +100,7 @@ def test_shapes_and_strides(backend):
 @pytest.mark.parametrize("added", [False, True], ids=["plain", "dropout-residual"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout, added, dtype, backend):
-    """Views of inputs and of gradients give the results of their copies."""
+    """Norms of views, with views as output gradients, are within the contract."""
     columns = layout.view(torch.empty(layout.whole)).shape[-1]
     if layout.whole[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("reason: torch adds the rounded gradients of all columns, which cancel")
@@ -188,7 +188,7 @@ def test_layouts_that_are_compiled(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
-    """With a large mean, a variance from sums of squares would cancel."""
+    """layer_norm is within the contract for a mean so large that sums of squares would cancel."""
     tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 

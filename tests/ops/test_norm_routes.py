@@ -98,7 +98,7 @@ def test_16_bit_parameters(kind, parameters, dtype, looked_at):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
-    """Inputs and output gradients may be views."""
+    """Every dispatch path gives the same bits for inputs and output gradients that are views."""
     whole = torch.randn(layout.whole, requires_grad=True)
     results = []
     for route in ROUTES.values():
@@ -161,7 +161,7 @@ def test_changes_before_the_backward_are_errors(changed, looked_at):
 
 
 def test_results_may_be_changed(looked_at):
-    """Results are not views, and autograd saves only those that the backward needs."""
+    """Results may be changed in place: they are not views, and the backward does not read out."""
     leaves = tensors(residual=True)
     out, total = norm("layer_norm", **leaves, return_residual=True)
     out.add_(1.0).sum().backward()

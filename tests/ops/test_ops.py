@@ -124,7 +124,7 @@ def test_compile_with_gradients(compiler, dynamic):
 
 
 def test_compile_notices_use_backend():
-    """Guards of compiled code include use_backend."""
+    """Compiled functions are recompiled if use_backend changes the backend."""
     compiled = torch.compile(
         lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True, backend="aot_eager"
     )
@@ -205,7 +205,7 @@ def test_graphs_look_at_lengths_when_they_run():
 
 
 def test_compile_does_not_ask_where_autocast_is(monkeypatch):
-    """torch.compile of 2.9 and 2.10 cannot trace is_autocast_available."""
+    """Compiled calls avoid is_autocast_available, which torch 2.9 and 2.10 cannot trace."""
     untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
     x = torch.randn(1, 2, 5, 8)
@@ -381,7 +381,7 @@ def test_masks_notice_what_a_graph_writes(write, backend):
 
 
 def test_inference_mode_then_training():
-    """Values that a Mask cached in inference mode do not enter a graph."""
+    """Values that a Mask cached in inference mode are not used by calls with gradients."""
     mask = masks.padding([5, 3]) & masks.dense(torch.ones(5, 5, dtype=torch.bool))
     x = torch.randn(2, 1, 5, 8)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Partial results (AttentionOptions.partial) are unrounded, and otherwise equal."""
+"""Partial results (AttentionOptions.partial) are the usual results before rounding."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that rounded partial results equal the results, and match the residual of out."""
+    """Assert that partial results round to the results, and that out_residual is the difference."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)
@@ -145,7 +145,10 @@ def test_backends_without_partial_results_say_so(name):
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
-    """Rows of dS sum to the gradient of lse only if they are complete, not in a part."""
+    """Bias gradients over parts of the keys combine to the gradient over all keys.
+
+    Within a part, the rows of dS do not sum to the gradient of lse.
+    """
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, SHAPES["training"])
     bias = torch.randn(1, 4, *sizes, generator=drawn(4)).to(call.query.device)

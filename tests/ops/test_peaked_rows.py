@@ -56,7 +56,7 @@ def test_found_in_float32(check, backend):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("cpp", "cuda")])
 @pytest.mark.parametrize("head_dim", [24, 96, 256])
 def test_a_row_of_one_key_has_no_gradient_of_its_score(head_dim, backend):
-    """With one visible key, dP and delta are equal after rounding."""
+    """A query with one visible key has gradient 0, because dP and delta round to the same value."""
     shape = 2, 4, 2, 17, 17, head_dim
     query, key, value = (t.to(device_of(backend)) for t in random_qkv(*shape).values())
     query.requires_grad_()

@@ -57,7 +57,7 @@ def rotary(
 
 
 def tables_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return tables whose factors are exact in 16 bits, and are no cosines of one angle."""
+    """Return random tables that are exact in 16 bits; cos and sin do not belong to one angle."""
     draw = drawn(5)
     cos, sin = (torch.randint(-64, 65, shape, generator=draw) / 64 for _ in range(2))
     return cos, sin
@@ -125,7 +125,7 @@ def test_threads(threads):
 
 
 def test_intercepted_calls():
-    """torch.compile, torch.func, and gradients that are batched or compiled."""
+    """Results under torch.compile, vmap and batched gradients equal those of plain calls."""
     (x,) = leaves_of([torch.randn(2, 3, SEQLEN, 16, generator=drawn(6))], torch.float32, "cpp")
     cos, sin = tables_of((SEQLEN, 8))
     expected = F.rotary_embedding(x, cos, sin)
@@ -185,7 +185,7 @@ def test_errors(change, error, message):
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_rotated_cache(masked, paged, seqlen_new, lengths):
-    """The cache has rotated keys, and the result is that of tensors that were rotated before."""
+    """decode_attention with rotary tables gives the outputs and caches of pre-rotated operands."""
     if not seqlen_new and not min(lengths):
         pytest.skip("reason: no keys at all")
     draw = drawn(8)
@@ -223,7 +223,7 @@ def test_rotated_cache(masked, paged, seqlen_new, lengths):
 
 @pytest.mark.parametrize("layout", ["last stride", "shared memory", "negated"])
 def test_layouts_of_rotated_caches(layout):
-    """The kernel does not write to rows that are not contiguous."""
+    """Rotated keys are stored correctly in caches whose rows are not contiguous."""
     storage = torch.zeros(1, 2, 16, 12, 2)
     cache = {
         "last stride": storage[..., 0].mT,

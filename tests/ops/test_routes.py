@@ -162,7 +162,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("route", ["plain", "checked first"])
 def test_saved_tensors_that_hooks_change(route, change, which):
-    """Hooks that compress or offload may return another dtype or other strides."""
+    """The backward accepts saved tensors whose dtype or strides were changed by hooks."""
     leaves, unpacked = tensors(torch.bfloat16), []
 
     def unpack(tensor):
@@ -273,7 +273,7 @@ def test_packed_memory_is_not_kept():
 
 
 def test_encoder_of_padded_batches(looked_at):
-    """Layers on packed tokens skip validation in inference."""
+    """Encoder layers that run on packed tokens skip validation in inference."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     encoder = nn.TransformerEncoder(layer, 2).eval()
     ignored = torch.arange(12) >= torch.tensor([12, 5, 3])[:, None]

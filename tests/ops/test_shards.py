@@ -115,7 +115,7 @@ def test_every_isa(dtype, part, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_part(biased, dtype, part, backend):
-    """The signs of gradients show which weights each backward kernel keeps.
+    """Backward kernels keep the weights that the complete call keeps, as signs of gradients show.
 
     With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive where Z is 1. Keys are
     the identity, so dQ is dS. The first columns of dO are the identity too, so dV is Z^T P there.
@@ -166,7 +166,7 @@ def test_values_of_a_part(dtype, backend):
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_packed_sequences(backend):
-    """Each packed sequence is a shard with global offsets."""
+    """Each packed sequence drops the weights that the complete call drops at its global offsets."""
     device = device_of(backend)
     lengths_q, lengths_k = torch.tensor([33, 1, 20]), torch.tensor([60, 16, 45])
     rows, keys, numbers, heads = [5, 40, 0], [8, 0, 64], torch.tensor([3, 0, 6]), 2
@@ -211,7 +211,7 @@ def test_weights(part, backend):
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("average", [False, True])
 def test_gradient_of_weights(average, part, backend):
-    """dQ is dS, as in test_gradients_of_a_part, so it is positive for kept weights."""
+    """The backward of the weights keeps what the complete call keeps, as the signs of dQ show."""
     call = shard(part, backend)
     seqlen_k = call.key.shape[2]
     eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)
@@ -281,7 +281,7 @@ def test_norms_on_every_isa(dtype, isa):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_norms(backend):
-    """Rows are wide enough to be processed in chunks."""
+    """Shards of norms drop the right elements of rows so wide that they are read in chunks."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
     total = dispatch.run_norm(call, get_backend(backend), True)[1]

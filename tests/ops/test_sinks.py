@@ -66,7 +66,7 @@ def test_sinks(backend, dtype):
 
 
 def test_without_a_gradient():
-    """A sink of -inf changes nothing, even for fully masked rows."""
+    """Without gradients, sinks give the reference's results, and a sink of -inf changes nothing."""
     tensors, mask = list(random_qkv(2, 4, 2, 5, 7, 16).values()), masks.padding([7, 0])
     call = partial(F.scaled_dot_product_attention, *tensors, mask, enable_gqa=True)
     want = softmax_with_a_column(*tensors, SINKS, visible_under(mask, 5, 7))

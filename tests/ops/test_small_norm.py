@@ -51,7 +51,7 @@ def test_the_kernels_have_the_rest(monkeypatch):
 
 
 def test_views_take_no_other_way(monkeypatch):
-    """Rows that are not contiguous are copied once, small or large."""
+    """Norms of non-contiguous rows equal torch's, below and above the limit of small calls."""
     x = torch.randn(2, 64, 5, 6, requires_grad=True)
     want = torch.nn.functional.layer_norm(x.permute(0, 2, 3, 1), (64,))
     weights = torch.randn_like(want)
@@ -84,7 +84,7 @@ def test_messages_are_ours(call, error, message):
 
 
 def test_compiled_norms_are_torchs_operations():
-    """Inductor can fuse small norms with adjacent operations. With dropout, our kernel runs."""
+    """Small norms compile to torch's op, which Inductor can fuse; with dropout, our kernel runs."""
     graphs = []
 
     def backend(graph, inputs):

@@ -46,7 +46,7 @@ def checkered(queries: int, keys: int) -> torch.Tensor:
     ids=["none", "causal", "window", "diagonal", "checkered", "blocks", "seldom"],
 )  # fmt: skip
 def test_long(mask, dtype, isa):
-    """There are more query tiles and KV blocks than are packed at once."""
+    """Gradients are within the contract if query tiles and KV blocks are packed in steps."""
     assert_like_eager(attention(mask), random_qkv(1, 1, 1, 700, 630, 64), dtype, "cpp")
 
 
@@ -56,7 +56,7 @@ def test_long(mask, dtype, isa):
     ids=["causal", "padding", "window"],
 )  # fmt: skip
 def test_keys_that_do_not_fit(mask, dtype, isa):
-    """Keys are packed in several steps, and the last ones are masked for some query tiles."""
+    """Outputs are within the contract if keys are packed in several steps, some fully masked."""
     tensors = random_qkv(2, 2, 1, 100, 2500, 128)
     assert_outputs_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
@@ -76,7 +76,7 @@ def test_options(dtype, isa):
               (8, 16, 1, 139), (8, 16, 70, 1)], ids=str,
 )  # fmt: skip
 def test_bias(shape, dtype, isa):
-    """The gradient of each broadcast shape is summed in a different loop."""
+    """Bias gradients are within the contract for all broadcast shapes, whose loops differ."""
     tensors = random_qkv(8, 16, 8, 70, 139, 32)
     tensors["bias"] = torch.randn(shape)
     options = {"softcap": 3.0, "enable_gqa": True}
@@ -89,7 +89,7 @@ def test_bias(shape, dtype, isa):
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
-    """There are more query tiles than are packed at once."""
+    """Bias gradients are within the contract if query tiles are packed in several steps."""
     tensors = random_qkv(1, 8, 8, 700, 330, 64)
     tensors["bias"] = torch.randn(8, 700, 330)
     assert_like_eager(attention(mask, dropout_p=dropout_p), tensors, dtype, "cpp")
@@ -98,7 +98,7 @@ def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("apart", [(0.0,), (0.0, 0.3), (0.0, 0.1, 0.2, 0.3, 0.4)])
 def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
-    """The rounding error of delta exceeds dS in these rows."""
+    """Bias gradients are within 1% of the largest where delta's rounding error exceeds dS."""
     tensors = random_qkv(1, 8, 8, 70, 130, 64)
     bias = torch.randn(8, 70, 130)
     for n, lower in enumerate(apart):  # keys that differ by their bias only
@@ -119,7 +119,7 @@ def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
 
 @pytest.mark.parametrize("power", [-12, -8, 8, 12])
 def test_gradients_of_any_size(power, isa):
-    """float16 output gradients may have a loss scale."""
+    """A loss scale of 2^-12 to 2^12 on float16 output gradients scales all gradients alike."""
     tensors = random_qkv(1, 2, 2, 96, 2000, 32)  # so many keys that all weights are small
     results = []
     for factor in (1.0, 2.0**power):

@@ -64,7 +64,7 @@ def test_classification_of_two_masks(pair):
 
 
 def test_work_goes_down_with_the_mask():
-    """The share of tiles that are not skipped is about that of visible scores."""
+    """The share of tiles that are computed is close to the share of visible scores."""
     length = 4096
 
     def share(mask):

@@ -67,7 +67,7 @@ emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests w
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
-# Each takes minutes, and prints its main results last.
+# Each example takes minutes, and prints its main results last.
 EXAMPLES = translate rnn bert transfer vit gpt gpt_parallel
 EXAMPLE_RESULTS = benchmarks/results/examples
 examples: env ## train all examples on real data, and update the results in examples/README.md
@@ -129,7 +129,7 @@ $(NEWEST_VENV)/installed: $(VENV)/installed
 	@$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/pinned.pth"
 	@touch $@
 
-# Run outside of the source tree, which Python would import otherwise.
+# Run outside of the source tree, because Python would import fused_attn from it.
 installed-test: ## run the tests of test-torch on the fused_attn that is installed in PYTHON
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && cd "$$dir" && \
 		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
@@ -140,7 +140,7 @@ torch-suite: env ## run the tests of the PyTorch checkout PYTORCH=/path with fus
 	@test -n "$(PYTORCH)" || { echo "make: name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
 
-# `make test` runs the most important part of this, tests/ops/test_isas.py.
+# `make test` runs the most important part of these tests, tests/ops/test_isas.py.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
@@ -156,7 +156,7 @@ test-draws: env ## run the numerics tests on DRAWS other random inputs, with sev
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# This takes some hours on one core.
+# The problems take some hours on one core.
 RANDOM = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/random_problems.py
 PROBLEMS ?= 20000
 random-problems: env emulator ## check random problems, half of them hard, against the numerics contract
@@ -167,7 +167,7 @@ random-problems: env emulator ## check random problems, half of them hard, again
 	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
 	exit $$failed
 
-# This takes half an hour on two cores. TYPES=bert,llama checks only these. Commit the results.
+# The check takes half an hour on two cores. TYPES=bert,llama selects model types. Commit the results.
 models-check: env ## compare small models of every transformers type, swapped, with eager attention
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/check_models.py --write \
 		$(if $(TYPES),--types $(TYPES))
@@ -187,7 +187,7 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang (installed b
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
 
-# Tests take a hundred times as long in the emulator. ARM_TESTS selects other tests.
+# Tests take a hundred times as long in the emulator as natively. ARM_TESTS selects other tests.
 ARM = build/aarch64
 ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
@@ -230,7 +230,8 @@ wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 hub: wheel ## convert the wheel to a kernel for Hugging Face's Hub, in build/hub
 	$(BIN)/python hub/export.py dist/*.whl
 
-# This downloads gigabytes. ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" selects a part.
+# The test downloads gigabytes. ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" selects
+# some of the environments.
 environments: $(VENV)/installed ## test a wheel in new environments with several versions of Python and torch
 	$(SAY) "three builds, six environments: half an hour"
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python scripts/environments.py $(ENVIRONMENTS)
@@ -248,7 +249,8 @@ BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
 MODELS = benchmarks/test_models.py
 LENGTHS = benchmarks/test_lengths.py
 
-# Leave the machine otherwise idle. Commit the results from which docs/performance.md is generated.
+# Run the benchmarks on an otherwise idle machine. Commit the results, from which docs/performance.md
+# is generated.
 bench: env third-party ## run all benchmarks against other libraries; write results, plots, docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
@@ -281,18 +283,18 @@ bench-scale: env ## simulate ring attention on up to 512 ranks: docs/scale.md
 bench-quick: env ## run the most important benchmarks in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
-# Builds in place and without pip, so it works offline if the build tools are installed. To test
-# Triton without nvcc, set FUSED_ATTN_CUDA=0.
+# Build in place and without pip, which works offline if the build tools are installed. To test Triton
+# without nvcc, set FUSED_ATTN_CUDA=0.
 gpu-build:
 	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
-# Runs on all cores. A worker that crashes or breaks its CUDA context is replaced.
+# A test worker that crashes or breaks its CUDA context is replaced.
 GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
 gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
 	PYTHONPATH="$(CURDIR)/scripts" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
 		-n auto --dist worksteal --max-worker-restart 100000 --continue-on-collection-errors $(GPU_TESTS)
 
-# Finished results are kept if a later step fails. GPU_SESSION="--dry" needs no GPU.
+# Results of finished steps are saved even if a later step fails. GPU_SESSION="--dry" needs no GPU.
 GPU_SESSION ?=
 gpu-session: ## test and benchmark in nine minutes on a GPU, with GPU_PYTHON: build/gpu-session/results.json
 	$(GPU_PYTHON) scripts/gpu_session.py $(GPU_SESSION)
@@ -303,7 +305,8 @@ $(PRETENDED)/venv/installed: tests/pretended_gpu/make_env.sh
 	$(SAY) "torch's CUDA build without NVIDIA's libraries: 2 minutes"
 	@tests/pretended_gpu/make_env.sh
 
-# Its memory is host memory and its kernels do nothing: values are garbage, but all host code runs.
+# The simulated GPU has host memory and kernels that do nothing: values are garbage, but all host code
+# runs.
 pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a simulated H100
 	$(SAY) "both modules for it, the first time: 14 minutes of one core"
 	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
@@ -311,7 +314,8 @@ pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU b
 	$(PRETENDED_PYTHON) -m pytest -q -p plugin -p gpu_records --assert=plain -m gpu -n 2 $(GPU_TESTS) \
 		-k "not test_checks and (cuda or default or sdpa or test_smoke)"
 
-# For GPU machines without a compiler or without time to build. The default is Python 3.12, Hopper.
+# These modules are for GPU machines without a compiler or without time to build. The defaults are
+# Python 3.12 and Hopper.
 MODULES_PYTHON ?= python3.12
 MODULES_ARCHS ?= 90a
 gpu-modules: $(VENV)/installed ## compile both modules ahead of time, for MODULES_PYTHON and MODULES_ARCHS
@@ -320,7 +324,7 @@ gpu-modules: $(VENV)/installed ## compile both modules ahead of time, for MODULE
 		FUSED_ATTN_CUDA_ARCHS=$(MODULES_ARCHS) $(MODULES_PYTHON) setup.py -q build_ext --inplace
 	@ls -l fused_attn/*.so
 
-# Racecheck checks shared memory only. Both tools are slow, so the shapes are small.
+# Racecheck checks only shared memory. Both tools are slow, so the tests use small shapes.
 gpu-sanitize: gpu-build ## run compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
 		$(GPU_PYTHON) -m pytest -q -m gpu tests/ops/test_attention.py tests/backends/test_cuda_norm.py \

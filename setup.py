@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 # CMake reads CXX only in a new build folder, so the name of the folder contains it.
 COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
-# Attribute of each tool's module that holds the folder of its programs.
+# Name of the attribute of each tool's module that contains the folder of its programs.
 WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 

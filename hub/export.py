@@ -24,10 +24,10 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-# Interface version that get_kernel requests, also the number of the branch of the Hub's repository.
+# Interface version that get_kernel requests. The branch of the Hub repository has the same number.
 # transformers requests version 1 of a kernel whose name is passed as `attn_implementation`.
 VERSION = 1
-# Names beside those of the package. transformers looks for flash-attn's functions.
+# Names to export besides those of the package. transformers looks for flash-attn's functions.
 EXTRA_NAMES = """
 from . import layers as layers
 from .compat.flash_attn import flash_attn_func as flash_attn_func

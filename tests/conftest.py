@@ -68,7 +68,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Store the verdicts of the test in an empty folder."""
+    """Store verdicts of the test in an empty folder, and yield that folder."""
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     verdicts.read_again()
     yield tmp_path / "verdicts"
@@ -77,7 +77,7 @@ def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect unsupported parameters, mark thinned and GPU tests, and skip the latter on CPUs."""
+    """Deselect unsupported parameters, mark thinned and GPU tests, and skip GPU tests on CPUs."""
     left_out = {item for item in items if not _taken(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -1,4 +1,4 @@
-"""Fixture of the ranks that all distributed tests share."""
+"""Fixture for the ranks that all distributed tests share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from processes import Processes
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Return four ranks, which run until the end of the session."""
+    """Yield four ranks, which run until the end of the session."""
     processes = Processes(4, tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()

@@ -102,7 +102,7 @@ PARTITIONS = [
 
 @pytest.mark.parametrize(("length", "name"), PARTITIONS)
 def test_every_position_has_one_rank(length, name):
-    """Rows of ranks differ by at most a chunk; Sharding checks that the runs are a partition."""
+    """Each position is on one rank (Sharding checks it); row counts differ by at most a chunk."""
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):
         if chunk_size is not None and -(-length // (chunk_size * ranks)) > MAX_RUNS:
@@ -146,7 +146,7 @@ result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask
 
 
 def test_all_processes_compute_the_same():
-    """The hash seed and the number of threads have no effect."""
+    """The sharding does not depend on the hash seed or the number of threads."""
     here: dict[str, str] = {}
     exec(SCRIPT, here)  # with all threads
     command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]
@@ -156,7 +156,7 @@ def test_all_processes_compute_the_same():
 
 
 def test_a_million_positions_take_a_second():
-    """The search takes less CPU time than 40 million additions in Python, 2 to 3 s."""
+    """Balancing a million positions takes less time than 40 million Python additions, 2 to 3 s."""
     mask = packed_documents(document_lengths(LENGTH, 1000, 1.5, seed=0))
     ratios = []
     for _ in range(3):

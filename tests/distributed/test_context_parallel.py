@@ -133,7 +133,10 @@ def test_errors_on_every_rank(case, expected_message, ranks):
 
 
 def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
-    """transformers builds masks from position_ids only on ranks where a document starts."""
+    """A mask on one rank only is an error on all ranks.
+
+    transformers builds masks from position_ids only on ranks where a document starts.
+    """
     for rank, message in enumerate(ranks.run(message_of, "mask of one rank")):
         assert ("attn_mask must be None" if rank == 2 else "invalid on rank 2") in message
 

@@ -45,7 +45,7 @@ def test_a_rank_may_have_empty_caches(kind, ranks):
 
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
 def test_a_failing_rank_is_an_error_on_the_others(fault, tmp_path):
-    """The other ranks raise within the timeout of the process group."""
+    """If one rank fails, the others raise within the timeout of the process group."""
     ranks = Processes(3, tmp_path, timeout=TIMEOUT)
     try:
         for traceback, result in ranks.outcomes(survive, "ring", fault, 2 * TIMEOUT)[:2]:

@@ -71,7 +71,7 @@ def test_every_mask(name, method, ranks):
 
 
 def sampled(pairs, every):
-    """Return all pairs; one in `every` is not thorough."""
+    """Return all pairs, and mark all but one in `every` as thorough."""
     return [
         pytest.param(*pair, marks=[] if i % every == 0 else pytest.mark.thorough)
         for i, pair in enumerate(pairs)
@@ -92,7 +92,7 @@ def test_pairs_of_masks(first, second, ranks):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [(10, 3), (0, 0)])
 def test_ranks_without_visible_keys(lengths, method, ranks):
-    """Visible keys are on the first rank only, or on no rank."""
+    """Results are right if visible keys are on the first rank only, or on no rank."""
     mask = masks.padding(torch.tensor(lengths), torch.tensor(lengths))
     sharding = Sharding.contiguous(LENGTH, RANKS)
     name, mesh = METHODS[method]
@@ -226,14 +226,14 @@ def test_second_derivatives_are_refused(ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cross_attention_without_positions(method, ranks):
-    """Queries and keys have different numbers of rows, equal on one rank by chance."""
+    """Cross-attention is right if one rank happens to have equal numbers of queries and keys."""
     assert ranks.run(cross_attention, *METHODS[method]) == [True] * 4
 
 
 @pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, LENGTH_K)])
 @pytest.mark.parametrize("method", METHODS)
 def test_positions_as_tensors(method, lengths, ranks):
-    """Ranks exchange the positions of their rows: one tensor, or a pair for queries and keys."""
+    """Positions may be passed as one tensor, or as a pair for queries and keys."""
     queries = shardings(4, lengths[0])
     both = queries, queries if lengths[0] == lengths[1] else shardings(3, lengths[1])
     assert ranks.run(positions_as_tensors, *METHODS[method], both) == [True] * 4

@@ -39,7 +39,7 @@ def test_records_of_a_causal_mask(simulation):
 
 
 def test_times(simulation):
-    """Two ranks overlap a transfer of 3 s with 2 s of compute, then compute for 1 s."""
+    """Overlapping a 3 s transfer with 2 s of compute, then computing for 1 s, takes 4 s."""
     ring = simulation.Ring(
         np.zeros((2, 2)), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [0, 1]]), 1
     )
@@ -54,7 +54,7 @@ def test_times(simulation):
 
 
 def test_requests_far_ahead_wait_less(simulation):
-    """Keys of step 2 are requested when step 1 begins, or immediately."""
+    """Ranks finish earlier if keys are requested two steps ahead instead of one."""
     ones = np.array([[0, 0, 1]] * 3)
     ring = simulation.Ring(np.zeros((3, 3)), ones, ones, 1)
     times = simulation.Times(np.array([[4.0, 0, 1]] * 3), 5.0 * ones, np.zeros((3, 3)))

@@ -23,7 +23,7 @@ SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
 
 @pytest.mark.thorough
 def test_two_processes_give_the_losses_of_one(tmp_path):
-    """Losses are the same, and only the first process prints and writes results."""
+    """Two processes have the losses of one; only the first prints and writes results."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "gpt_parallel.py")]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_rows_consist_of_documents():
 
 
 def test_loss_of_a_row_is_that_of_separate_documents():
-    """Neither the mask nor the positions of a packed row cross a document."""
+    """The loss of a packed row equals that of its documents computed separately."""
     torch.manual_seed(0)
     model = gpt_model.GPT(50).double()
     row = gpt_parallel.pack(SCENES, 100)

@@ -31,7 +31,7 @@ def model(request) -> translate.Translator:
 
 
 def sentences(*lengths: int) -> torch.Tensor:
-    """Draw random tokens (N, longest), padded."""
+    """Return sentences of random tokens, padded to shape (N, longest)."""
     return translation.padded([torch.randint(EOS + 1, WORDS, (n,)) for n in lengths])
 
 

@@ -32,7 +32,7 @@ def losses(printed: str) -> dict[str, float]:
     [n if n == "translate" else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
 )
 def test_seed_decides_and_the_reference_agrees(name, tmp_path):
-    """Two runs give the same figures and plots except times; eager gives the same losses."""
+    """Two runs have equal figures and plots, except times; eager has the same losses."""
     first, second, eager = (
         run_example(name, tmp_path / str(i), *args)
         for i, args in enumerate(((), (), ("--backend", "eager")))

@@ -61,7 +61,7 @@ def esm(q, k, v):
 
 
 def swin(q, k, v):
-    """The scores get a dimension for windows, to which the mask of shifted windows is added."""
+    """Swin's attention: scores are viewed by window, and the mask of shifted windows is added."""
     attn = (q @ k.transpose(-2, -1)) * D**-0.5 + BIAS.to(q.dtype).unsqueeze(0)
     mask = torch.where(CAUSAL, 0.0, -100.0).to(q.dtype).expand(B, L, L)
     attn = attn.view(B // 2, 2, H, L, L) + mask.unsqueeze(1).unsqueeze(0)
@@ -69,7 +69,7 @@ def swin(q, k, v):
 
 
 def sam(q, k, v):
-    """Positions are split into rows and columns, with a bias for each."""
+    """SAM's attention: scores are viewed by row and column, with a separate bias for each."""
     q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
     attn = q @ k.transpose(-2, -1) / 4
     rows, columns = (torch.linspace(-1, 2, n, dtype=q.dtype) for n in (20, 32))
@@ -125,7 +125,7 @@ def capped(q, k, v):
 
 
 def espnet(q, k, v):
-    """The weights of padding keys are also set to 0 after the softmax."""
+    """ESPnet's attention: weights of padding keys are also set to 0 after the softmax."""
     hidden = PADDING.eq(0)
     scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -133,7 +133,7 @@ def espnet(q, k, v):
 
 
 def in_steps(q, k, v):
-    """The operations are in place, so their return values are unused."""
+    """Attention with in-place operations on the scores, whose return values are unused."""
     scores = q @ k.transpose(-2, -1)
     scores.mul_(0.25)
     scores.masked_fill_(~CAUSAL, INF)
@@ -142,7 +142,7 @@ def in_steps(q, k, v):
 
 
 def shifted(q, k, v):
-    """Weights are also computed in another dtype, but not used."""
+    """Attention that subtracts the row maximum of scores; a mean of the weights is unused."""
     sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
     sim = sim - sim.amax(dim=-1, keepdim=True).detach()
     weights = sim.softmax(dim=-1, dtype=torch.float32)
@@ -151,7 +151,7 @@ def shifted(q, k, v):
 
 
 def viewed(q, k, v):
-    """The view needs an output with the strides that a matrix product returns."""
+    """Attention whose output is viewed, which requires the strides of a matrix product's result."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 
@@ -196,7 +196,7 @@ def test_a_bias_has_its_gradient():
 
 @pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
 def test_rows_that_a_number_hides_are_as_in_eager(fill):
-    """All keys of the second sequence are masked: eager averages the values; dQ and dK are 0."""
+    """Rows fully masked by a finite value average the values, with dQ = dK = 0, as in eager."""
     mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
     names = dict(zip(("query", "key", "value"), operands(), strict=True))
 
@@ -255,7 +255,7 @@ def bias_of_scores(q, k, v):
 
 
 def filled_with_little(q, k, v):
-    """The fill value is too large to mask: it replaces scores and is not a bias."""
+    """Attention with a fill value that replaces scores but is too large to mask them."""
     return (q @ k.transpose(-2, -1)).masked_fill(CAUSAL, -2.0).softmax(-1) @ v
 
 
@@ -314,7 +314,7 @@ def test_what_is_something_else_stays(way, reason):
 
 
 def test_inductor_and_sizes_that_change():
-    """The pass works through torch.compile's options, in training, with symbolic lengths."""
+    """The pass fuses training with symbolic lengths if it is set in torch.compile's options."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
@@ -351,7 +351,7 @@ def test_under_autocast():
 @pytest.mark.small_calls
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_small_attention_is_left_to_inductor(needs_grad):
-    """2^22 multiply-adds (16 x 128 x 128 x 16) are fused only without gradients."""
+    """Attention of 2^22 multiply-adds (16 x 128 x 128 x 16) is fused only without gradients."""
     for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
         given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]

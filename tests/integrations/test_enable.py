@@ -39,7 +39,7 @@ def qkv(dtype=torch.float64, grad=True, heads_kv=HEADS):
 
 
 def with_gradients(*tensors, **options):
-    """Return out of torch's attention function, and the gradients of tensors that require one."""
+    """Return the output of torch's SDPA, and the gradients of inputs that require grad."""
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
     out = F.scaled_dot_product_attention(*leaves, **options)
     out.backward(torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape))
@@ -48,7 +48,7 @@ def with_gradients(*tensors, **options):
 
 
 def agrees_with_torch(*tensors, calls=1, **options):
-    """Assert that fused_attn computes the calls, and that float64 results equal torch's."""
+    """Assert that fused_attn computes all `calls`, and that float64 results equal torch's."""
     expected = with_gradients(*tensors, **options)
     with taken_over() as computed:
         actual = with_gradients(*tensors, **options)
@@ -57,7 +57,7 @@ def agrees_with_torch(*tensors, calls=1, **options):
 
 
 def torch_function(**options):
-    """Return a function of the backend, which calls torch's attention under enable()."""
+    """Return function(backend) for `assert_like_eager` that calls torch's SDPA under enabled()."""
 
     def of(backend):
         def call(query, key, value, bias=None):
@@ -117,7 +117,7 @@ def test_without_autograd(mode):
 
 
 def test_below_autograd():
-    """Calls inside custom op kernels, which define their gradients, are intercepted."""
+    """Calls below autograd, as in kernels of custom ops, are intercepted."""
     query = torch.randn(BATCH, HEADS, LEN_Q, DIM, requires_grad=True)
     with taken_over() as computed, torch._C._AutoDispatchBelowAutograd():
         out = F.scaled_dot_product_attention(query, query, query)
@@ -141,7 +141,7 @@ def test_multihead_attention(attn_mask, training):
 
 
 def test_inference_path_in_cpp_is_left_alone():
-    """torch's C++ fast path bypasses the patched function; without that path, it is called."""
+    """torch's C++ fast path bypasses enable(); with that path disabled, the call is intercepted."""
     module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()  # not with odd heads
     x = torch.randn(BATCH, LEN_Q, 24)
     with torch.no_grad(), taken_over() as computed:
@@ -213,7 +213,7 @@ def test_fully_masked_rows_are_zero():
 
 @pytest.mark.small_calls
 def test_nan_reaches_its_row():
-    """torch's kernel returns 0 for a NaN query over fewer than 16 keys."""
+    """A NaN query returns NaN, also over fewer than 16 keys, where torch's kernel returns 0."""
     query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
     query[0, 0, 1] = float("nan")
     with torch.no_grad(), fused_attn.enabled():

@@ -130,7 +130,7 @@ def test_compiled_graphs_do_not_change():
 
 
 def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
-    """torch.compile's caches are keyed by the graph and a tag; only the tag depends on enable()."""
+    """torch.compile caches graphs with and without enable() apart, by a tag in the cache key."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
     hits = torch._dynamo.utils.counters["aot_autograd"]
@@ -144,7 +144,7 @@ def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
 
 
 def test_threads_without_the_tag_compile_torchs_own():
-    """The cache key tag is thread-local. Without it, graphs would be cached as those of torch."""
+    """A thread that lacks the cache key tag, which is thread-local, compiles torch's attention."""
     query = torch.randn(BATCH, HEADS, LEN, 8)
     fused_attn.enable()
     tags = []

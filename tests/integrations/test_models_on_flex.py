@@ -1,4 +1,4 @@
-"""Swapped models on the backend "flex": masks arrive as structure, with skippable blocks.
+"""Swapped models pass structured masks, with blocks to skip, to the backend "flex".
 
 A mock replaces the device: calls reach the backend as on a GPU, and the reference computes them.
 """
@@ -32,7 +32,7 @@ class Recorded:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reached the backend."""
+    """Return a list to which each call that reaches the backend is appended."""
     recorded, latest = [], []
 
     def variant_of(call, *options):
@@ -60,7 +60,7 @@ def compared(model, **inputs):
 
 
 def test_llama_with_packed_documents(calls):
-    """Documents packed into one row for training have a block-diagonal causal mask."""
+    """Packed documents reach the backend as intervals; blocks of other documents are skipped."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -80,7 +80,7 @@ def test_llama_with_packed_documents(calls):
 
 
 def test_bert_with_padding(calls):
-    """Padded batches are packed, or masked by lengths."""
+    """BERT's padding reaches the backend without a dense mask, and with blocks to skip."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -99,7 +99,7 @@ def test_bert_with_padding(calls):
 
 
 def test_t5_with_a_relative_bias(calls):
-    """The position bias goes to score_mod, and masks stay intervals."""
+    """T5's position bias becomes a score_mod; no mask is dense, and blocks are skipped."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2,

@@ -124,7 +124,7 @@ def test_swapped_model_of_transformers(name):
 
 
 def test_an_exported_program_keeps_the_ops():
-    """Our ops are decomposed only for exporters without support for custom ops."""
+    """torch.export preserves our ops; only exporters without custom ops decompose them."""
     program = torch.export.export(Called(attend), heads())
     for decomposed in (program, program.run_decompositions()):
         assert "fused_attn.attention_fwd" in str(decomposed.graph)
@@ -141,7 +141,7 @@ def test_an_exported_program_given_to_the_exporter():
 
 
 def test_compiles_in_ci(monkeypatch):
-    """In CI, Inductor rejects fallbacks for ops with an entry in torch's decomposition table."""
+    """Our ops compile with CI=true, where Inductor rejects fallbacks of decomposed ops."""
     monkeypatch.setenv("CI", "true")
     lowerings = torch._inductor.lowering.lowerings
     for op in decompositions():

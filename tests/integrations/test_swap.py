@@ -246,7 +246,7 @@ def test_restore_refuses_modules_that_changed_class():
 
 
 def test_report_says_what_a_gpu_runs_on():
-    """Without verified kernels, the report names torch's and suggests `fused-attn verify`."""
+    """The report notes GPUs without verified kernels; on CUDA, it suggests `fused-attn verify`."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     report = swap_modules(model)
     assert not report.notes

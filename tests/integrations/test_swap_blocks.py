@@ -43,7 +43,7 @@ def batch():
 
 
 def results(model, inputs):
-    """Return the rows of real tokens, and the gradients of all parameters."""
+    """Return the hidden states of real tokens, and the gradients of all parameters."""
     model.zero_grad()
     out = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -82,7 +82,7 @@ def test_activations(name):
 
 
 def test_one_pass_each():
-    """Training calls no GELU, dropout or sum of torch; checkpoints recompute the same values."""
+    """Training calls none of torch's GELU, dropout and norm; checkpoints recompute equal values."""
     model = new(attention_probs_dropout_prob=0.1).train()
     swap_modules(model)
     inputs = batch()
@@ -131,7 +131,7 @@ def test_replaced_linear_is_called():
 
 @pytest.mark.parametrize(("attention", "norm"), [(True, False), (False, True)])
 def test_parts_of_the_swap(attention, norm):
-    """Blocks are swapped with the attention; without `norm`, their norm stays torch's."""
+    """The flag `attention` also swaps blocks; without `norm`, their norms remain torch's."""
     model = new().eval()
     swapped = copy.deepcopy(model)
     swap_modules(swapped, attention=attention, norm=norm)

@@ -91,7 +91,10 @@ def test_stacks_that_keep_their_padding_are_not_noted():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_padding_kept_in_inference_is_that_of_the_original(options, norm, padding):
-    """torch's inference path zeroes right padding before the norm."""
+    """With remove_padding=False, padded rows equal those of the original model.
+
+    torch's inference path zeroes right padding before the norm.
+    """
     ignored = IGNORED if padding == "right" else IGNORED.flip(1)
     model = Pooled(norm=norm, **options).encoder.eval()
     swapped = copy.deepcopy(model)

@@ -53,7 +53,7 @@ def rotations(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, rotations):
-    """Outputs and gradients are those of the model before; only rounding differs."""
+    """Fused rotary embeddings change outputs and gradients only by rounding."""
     model = small_model(name, torch.float64)
     ids = torch.randint(1, 100, (2, 11))
 
@@ -91,7 +91,7 @@ def test_restore_pickle_and_compile(rotations):
 
 
 def test_other_models_keep_their_functions(rotations):
-    """No global of transformers is changed, and a class of other code is not swapped."""
+    """A swap leaves other Llamas unchanged, and does not fuse models with other rotary code."""
     swapped, other = small_model("Llama"), small_model("Llama")
     swap_modules(swapped)
     other(torch.randint(1, 100, (1, 7)))
@@ -114,7 +114,7 @@ def test_other_models_keep_their_functions(rotations):
     ],
 )
 def test_calls(change, fused, rotations):
-    """Calls that the kernel does not support go to the original."""
+    """Calls that the rotary kernel does not support are passed to the original function."""
     module = transformers.models.llama.modeling_llama
     function = rotary._fused(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
@@ -137,7 +137,7 @@ LLAMA = transformers.models.llama.modeling_llama
 
 
 def test_patches_of_the_function_count(monkeypatch, rotations):
-    """A global that somebody replaces, before or after the swap, is called instead of ours."""
+    """A patch of the rotary function, before or after the swap, is called instead of ours."""
     seen, original = [], LLAMA.apply_rotary_pos_emb
 
     def patched(q, k, cos, sin, unsqueeze_dim=1):

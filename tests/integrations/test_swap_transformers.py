@@ -32,7 +32,7 @@ def kernel_calls():
 
 
 class Outputs(torch.nn.Module):
-    """Return the outputs to compare, of real tokens only."""
+    """Wrapper that returns the outputs to compare, without padded tokens."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -50,7 +50,7 @@ class Outputs(torch.nn.Module):
 
 
 def exact(model, monkeypatch):
-    """Return the model in float64 throughout; the library computes parts in float32."""
+    """Return a float64 copy of the model, including parts that the library computes in float32."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)

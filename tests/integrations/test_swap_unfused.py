@@ -1,4 +1,4 @@
-"""swap_modules reports attention in other modules' code; profilers and reprs show kernels."""
+"""swap_modules reports attention that it cannot fuse; profilers and reprs show kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Operators(nn.Module):
 
 
 class SoftmaxModule(nn.Module):
-    """Attention of vit-pytorch, which names the second product before the softmax."""
+    """Attention as in vit-pytorch: the second product precedes the softmax in the source text."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Extended(Operators):
 
 
 class Unused(nn.Linear):
-    """`forward` does not call the attention."""
+    """Module whose `forward` does not call its attention."""
 
     def attend(self, x):
         weights = (x @ x.mT).softmax(-1)

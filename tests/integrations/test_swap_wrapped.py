@@ -121,7 +121,7 @@ STACKS = {
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(EMBED), None], ids=["norm", ""])
 @pytest.mark.parametrize("case", STACKS)
 def test_stacks_that_pack_padding_in_inference(case, norm, kernel_calls, monkeypatch):
-    """torch's stack passes nested tensors to layers; padded rows are 0 before and after a swap."""
+    """Stacks that pack padding in inference return 0 in padded rows, before and after a swap."""
     make, flags = STACKS[case]
     model = perturb(make()).eval()
     model.norm = copy.deepcopy(norm)
@@ -173,7 +173,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_parametrized_parts_keep_working():
-    """Attention stays unfused; a parametrized output projection or feed-forward is called."""
+    """Parametrized in_proj_weight prevents fusion; parametrized out_proj or linear1 is called."""
     model = perturb(torch.nn.ModuleList([layer() for _ in range(3)])).double()
     parametrize.register_parametrization(model[0].self_attn, "in_proj_weight", Doubled())
     parametrize.register_parametrization(model[1].self_attn.out_proj, "weight", Doubled())
@@ -207,7 +207,7 @@ def test_parametrizations_after_the_swap(name):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """Initialize a process group of only this process."""
+    """Initialize a process group whose only rank is this process."""
     if not torch.distributed.is_available():
         pytest.skip("reason: needs torch.distributed")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -370,7 +370,7 @@ def test_compile_after_the_swap():
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "MultiheadAttention", "model"])
 def test_torch_jit_script_says_what_to_do(name):
-    """torch.jit.script cannot compile the Python code that calls our kernels."""
+    """torch.jit.script of a swapped model raises an error that names torch.export and restore()."""
     model = {
         "LayerNorm": lambda: torch.nn.LayerNorm(EMBED),
         "RMSNorm": lambda: torch.nn.RMSNorm(EMBED),

@@ -88,7 +88,7 @@ def test_numerics(case):
 
 @pytest.mark.parametrize("case", ["swin"], indirect=True)
 def test_relative_position_bias_is_learned(case):
-    """The bias arrives as a float mask, which in shifted windows includes the window mask."""
+    """Swin's position bias arrives as a float mask, which includes the mask of shifted windows."""
     model, images, calls, _ = case
     with taken_over() as computed:
         results = run(model, (images,))

@@ -1,4 +1,4 @@
-"""20 steps of a BERT before and after the swap, with accelerate, Trainer and Lightning.
+"""20 training steps of BERT, before and after the swap, with accelerate, Trainer and Lightning.
 
 The loss of each step equals that of eager attention.
 """

@@ -14,13 +14,13 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_to
 
 
 def prompts():
-    """Return prompts of one token, within a window, longer than it, and longer than a batch."""
+    """Return prompts of one token, shorter and longer than the window, and longer than a batch."""
     torch.manual_seed(0)
     return [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (1, 3, 12, 25)]
 
 
 def in_batches(model, **options):
-    """Generate continuously with pages and batches so small that prompts are split."""
+    """Return tokens of continuous batching with small pages and batches, which split prompts."""
     sizes = {"page_size": 8, "num_blocks": 32, "max_batch_tokens": 16, **options}
     results = model.generate_batch(
         prompts(),
@@ -32,7 +32,7 @@ def in_batches(model, **options):
 
 
 def one_by_one(model):
-    """Generate from each prompt alone, with eager attention."""
+    """Return the tokens generated from each prompt alone, with eager attention."""
     integration.set_implementation(model, "eager")
     config = transformers.GenerationConfig(**GREEDY)
     generated = (model.generate(torch.tensor([ids]), generation_config=config) for ids in prompts())
@@ -41,7 +41,7 @@ def one_by_one(model):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """Generate the same tokens, also with windows, softcap (Gemma2) and sinks (GptOss)."""
+    """generate_batch returns eager's tokens with windows, softcap (Gemma2) and sinks (GptOss)."""
     model = DECODERS[name].model("fused_attn")
     with stats() as counts:
         tokens = in_batches(model)
@@ -74,7 +74,7 @@ def test_models_whose_attention_depends_on_masks_are_refused(monkeypatch):
 
 
 def attend(**arguments):
-    """Attend in a batch of two requests, with one new token each and two cached ones."""
+    """Return attention over a batch of two requests, each with one new and two cached tokens."""
     ends = torch.tensor([0, 1, 2], dtype=torch.int32)
     batch = {
         "write_index": [], "cu_seq_lens_q": ends, "cu_seq_lens_k": ends * 3, "max_length_q": 1,

@@ -361,7 +361,7 @@ def test_attention_4d_mask_is_complete():
 
 
 def attend_with_sinks(query, key, value, mask, sinks):
-    """A sink acts as one more key with the given score and value 0."""
+    """Return attention in which a sink acts as one more key, with the given score and value 0."""
     scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
     scores = scores.masked_fill(~mask, float("-inf"))
     scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 6, 4, 1)], dim=-1)
@@ -405,7 +405,7 @@ def test_attention_position_bias():
 
 
 def test_models_with_copies_of_the_config():
-    """T5: set_attn_implementation does not reach the configs of its encoder and decoder."""
+    """The swap reaches T5's encoder and decoder, whose configs set_attn_implementation misses."""
     cfg = transformers.T5Config(
         vocab_size=50, d_model=24, num_layers=1, num_heads=3, d_ff=32, d_kv=8, dropout_rate=0.0
     )

@@ -39,7 +39,7 @@ def _seed():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list of the masks of all calls of the fused attention."""
+    """Return a list to which each call of the fused attention appends its mask."""
     seen = []
     attend = functional.scaled_dot_product_attention
 
@@ -61,7 +61,7 @@ def exact_softmax(monkeypatch):
 
 
 class Outputs(torch.nn.Module):
-    """Return the outputs to compare, for `run`, without padded tokens.
+    """Wrapper for `run` that returns the outputs to compare, without padded tokens.
 
     In left padding of a causal row, where no key is visible, eager attention averages all values
     and fused_attn returns 0. Real tokens do not attend to them.
@@ -99,7 +99,7 @@ def assert_equals_eager(model, family, inputs, calls):
 
 
 def is_structure(mask):
-    """Return True if a mask has no tensor of queries times keys."""
+    """Return True if a mask contains no tensor with a row for each query."""
     tensors = mask.dense_masks if isinstance(mask, Mask) else [mask]
     return mask is None or all(tensor.shape[2] == 1 for tensor in tensors)
 
@@ -167,7 +167,10 @@ def assert_agrees(actual, expected):
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("name", ["DeepseekV4", "Doge", "GlmMoeDsa", "HYV4"])
 def test_models_that_use_their_masks(name, padded, calls):
-    """DeepSeek-V4 appends keys to its mask, Doge uses it in a `where`, others select keys."""
+    """Models that modify or index their masks agree with eager attention.
+
+    DeepSeek-V4 appends keys to its mask, Doge uses it in a `where`, and others select keys.
+    """
     model = small_model(getattr(transformers, f"{name}Model"))
     inputs = text()
     inputs["attention_mask"][2] = 1  # padded on the left, eager gives NaN
@@ -200,7 +203,7 @@ def test_arguments_that_change_nothing_are_ignored(calls):
 
 
 def test_packed_sequences_may_be_told_twice():
-    """Data collators pass both position_ids and cu_seqlens."""
+    """Packed sequences may have both position_ids and cu_seqlens, which data collators pass."""
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]
     packed = {

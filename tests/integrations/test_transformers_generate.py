@@ -1,4 +1,4 @@
-"""`generate` of Hugging Face transformers gives the same tokens on fused_attn as on eager."""
+"""`generate` of Hugging Face transformers returns the same tokens on fused_attn as on eager."""
 
 import copy
 
@@ -74,7 +74,10 @@ def test_a_cache_that_is_continued_in_chunks(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
 def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
-    """Gemma2 has one more graph, because its static window cache moves keys."""
+    """Compiled decoding returns eager's tokens, and does not compile a graph for each token.
+
+    Gemma2 has one more graph, because its static window cache moves keys.
+    """
     model = DECODERS[name].model("fused_attn")
     inputs = prompt(DECODERS[name])
     expected = generate(on_eager(model), inputs)

@@ -391,7 +391,7 @@ def test_keys_and_queries_of_other_lengths_are_refused(queries, keys):
 
 
 def test_models_for_eager_attention_alone_get_float_masks():
-    """Models without SDPA may combine masks, and rely on receiving one."""
+    """Models that support only eager attention receive float masks, which they may combine."""
     lowest = torch.finfo(torch.float32).min
     config = transformers.GptOssConfig()
     causal = {"q_length": 1, "q_offset": 5, "allow_is_bidirectional_skip": False, "config": config}

@@ -206,7 +206,7 @@ def test_what_cannot_be_packed_is_not(change, packings):
 
 
 def test_padding_is_zero_whatever_there_is_of_it():
-    """Padded rows are 0 with packing, with too little padding for it, and with hidden states."""
+    """Padded rows are 0 with packing, too little padding to pack, and requested hidden states."""
     fused = model("Bert")
     fused_attn.swap_modules(fused)
     little = torch.ones(8, LENGTH, dtype=torch.bool)
@@ -265,7 +265,7 @@ def test_copies_and_pickles(name):
     ],
 )
 def test_compiled_encoders(name, packed):
-    """Batches are packed if graphs may have data-dependent sizes."""
+    """Compiled encoders pack batches only if graphs may have data-dependent sizes."""
     fused, call = model(name), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
     expected, backend = run(Tokens(fused, REAL["right"]), (), call), Recorded()
@@ -279,7 +279,7 @@ def test_compiled_encoders(name, packed):
 
 
 def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
-    """A packed batch is compared with the padded one before an encoder removes padding."""
+    """An encoder that mixes tokens retains its padding, because a packed trial batch differs."""
     stack = transformers.models.bert.modeling_bert.BertEncoder
     forward = stack.forward
 
@@ -297,7 +297,7 @@ def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
 
 
 def test_models_without_memory_keep_their_padding():
-    """No batch can be compared on the meta device; a later swap compares again."""
+    """On the meta device, no batch can be tried, so encoders keep padding until a later swap."""
     with torch.device("meta"):
         fused = model("Bert")
     stack = type(fused.encoder)

@@ -143,7 +143,7 @@ def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of PyTorch's tests, which run on the CPU only."""
+    """Return the environment variables for PyTorch's tests, which run on the CPU only."""
     paths = [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu",

@@ -195,7 +195,7 @@ def test_norm(name, kwargs, shape):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_in_half_precision(name, dtype):
-    """Inputs are so small that the default eps of RMSNorm matters: float32's, as in torch."""
+    """In 16 bits, RMSNorm's default eps is float32's, as in torch; small inputs reveal it."""
     theirs = perturb(getattr(torch.nn, name)(64)).to(dtype)
     x = (randn(9, 64, grad=False) * 0.01).to(dtype).requires_grad_()
     eps = torch.finfo(torch.float32).eps if theirs.eps is None else theirs.eps

@@ -32,7 +32,7 @@ def activated(x, activation):
 
 @pytest.fixture
 def any_size(monkeypatch):
-    """Send small tensors through the fused pass too."""
+    """Make the fused pass run for tensors of any size."""
     monkeypatch.setattr(activation_module, "MIN_NUMEL", 0)
 
 
@@ -105,7 +105,7 @@ def test_second_order(activation, dropout_p):
 
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_nan_and_infinity(activation):
-    """Elements that dropout keeps equal torch's."""
+    """Elements that dropout keeps equal the exact activation, also for NaN and infinite inputs."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
     out = activation_pass(x, None, activation, 0.25)
@@ -119,7 +119,7 @@ def test_nan_and_infinity(activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
-    """At infinity, derivatives have their limits, where torch returns NaN."""
+    """GELU's derivatives at infinity are their limits, where torch returns NaN."""
     big = torch.finfo(dtype).max
     inf = float("inf")
     x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)
@@ -146,7 +146,7 @@ def test_rate_and_seed():
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_reference_is_alike(dtype, activation):
-    """The pass equals the reference bit for bit."""
+    """The fused pass is bitwise equal to the eager reference, forward and backward."""
     x = torch.randn(37, 50, dtype=dtype, requires_grad=True)
     results = []
     for backend in ("cpp", "eager"):
@@ -174,7 +174,7 @@ def test_other_tensors_are_left_to_torch():
 
 
 def test_results_can_be_changed_in_place():
-    """Results are not views. ReLU's backward needs its result, so autograd detects a change."""
+    """Results can be changed in place: only ReLU's backward needs its result."""
     for activation in ACTIVATIONS:
         x = torch.randn(4, 3, 6, requires_grad=True)
         out = activation_pass(x, None, activation, 0.25)
@@ -187,7 +187,7 @@ def test_results_can_be_changed_in_place():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=short)
 def test_saved_tensors_of_other_types(dtype, activation):
-    """Hooks on saved tensors may return another dtype."""
+    """The backward accepts saved tensors that hooks return in another dtype."""
     x, grad = torch.randn(40, 33), torch.randn(40, 33)
 
     def run(unpack):

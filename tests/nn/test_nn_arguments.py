@@ -53,7 +53,7 @@ def test_signatures_of_forward_are_those_of_torch(name):
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
 def test_stacks_of_the_same_seed(layers):
-    """The layer argument is copied, as in torch."""
+    """Stacks with the same seed have torch's parameters, because both copy the layer argument."""
     states = []
     for namespace in (torch.nn, fnn):
         torch.manual_seed(3)
@@ -93,7 +93,10 @@ def test_decoder_layer_unbatched():
 @pytest.mark.parametrize("kind", ["bool", "learned"])
 @pytest.mark.parametrize("hint", [None, True])
 def test_decoder_stack(hint, kind, batch_first):
-    """All arguments of forward work; a hinted call has the causal mask as memory_mask."""
+    """A decoder stack equals torch's with all arguments of forward.
+
+    A call with the causal hint has the causal mask as memory_mask too.
+    """
     kwargs = {"batch_first": batch_first}
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)
     theirs = perturb(torch.nn.TransformerDecoder(layer, 2, torch.nn.LayerNorm(EMBED)).double())
@@ -129,7 +132,7 @@ def test_transformer_with_every_mask_and_hint(hinted):
 
 
 def test_transformer_of_custom_stacks():
-    """Custom stacks keep their parameters."""
+    """A Transformer with custom stacks converts them, and loads torch's state_dict."""
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0), 1)
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0)
     decoder = torch.nn.TransformerDecoder(layer, 1)

@@ -47,7 +47,7 @@ def test_change_in_place_is_noticed(compared):
 
 
 def test_slices_of_a_buffer_are_compared_once_each(compared):
-    """A module that slices one large mask passes a new view in every call."""
+    """Each slice of a mask buffer is compared only once, though each call passes a new view."""
     buffer = causal_bias(9)
     for _ in range(3):
         assert is_causal_mask(buffer[:4, :4], None)
@@ -94,7 +94,7 @@ def test_masks_elsewhere_are_not_looked_at(compared):
 
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
 def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
-    """All calls and layers share one comparison, and attention gets a band."""
+    """All calls and layers share one comparison, and attention receives a causal band."""
     attended = []
     normalize = validation.normalize
 

@@ -216,7 +216,7 @@ def test_wrong_arguments():
 
 
 def searched(seed=0, **kwargs):
-    """Return a decoder with a vocabulary and a memory, and its `generate`."""
+    """Return the output of `generate` on a random decoder, and `score_of` for torch's decoder."""
     torch.manual_seed(seed)
     theirs, ours = decoder(**kwargs.pop("layer", {}))
     words = perturb(Words())
@@ -287,7 +287,7 @@ def _total(steps, tokens):
 
 
 def test_scores_of_few_beams():
-    """Scores belong to the sequences that are returned with them."""
+    """Returned scores are the length-normalized log-probabilities of the returned sequences."""
     out, score = searched(max_length=8, num_beams=3)
     for b, (tokens, length) in enumerate(
         zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)

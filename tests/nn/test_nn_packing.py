@@ -257,7 +257,7 @@ def test_little_padding_does_not_pay(packings):
 
 @pytest.fixture
 def any_size():
-    """Allow graphs with data-dependent sizes."""
+    """Allow data-dependent sizes in compiled graphs within the test."""
     torch.compiler.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
@@ -284,7 +284,7 @@ def test_compiled_stacks_are_padded_and_equal():
 def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     is_causal, batch_first, dynamic, any_size
 ):
-    """All paddings use the same graphs."""
+    """With data-dependent sizes, compiled stacks use the same graphs for all paddings."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
@@ -339,7 +339,10 @@ def test_compiled_packing_with_dropout(any_size):
 @pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
 def test_what_graphs_do_not_pack(why, any_size):
-    """A positional mask requires padding at the end, which only the values show."""
+    """Graphs retain padding with a positional mask, a hook, or packing turned off.
+
+    A positional mask requires padding at the end, which only the values show.
+    """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
         call["mask"] = randn(LENGTH, LENGTH)
@@ -379,7 +382,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A transposed padding mask has the right number of elements, but the wrong shape."""
+    """A transposed padding mask is an error, although its number of elements is right."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

@@ -91,7 +91,7 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """With p = 1 a branch vanishes, which shows the place of each dropout."""
+    """Each dropout of a layer acts where torch's does: with p = 1, the same branch vanishes."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
         theirs = torch.nn.TransformerEncoderLayer(
@@ -295,7 +295,10 @@ def test_is_causal_mask(dtype):
 
 
 def test_encoder_of_layers_with_appended_keys():
-    """Layers with appended keys cannot share one Mask, which would hide these keys."""
+    """An encoder of layers with appended keys equals torch's.
+
+    Its layers cannot share one Mask, which would hide the appended keys.
+    """
     theirs = encoder_pair()
     for layer in theirs.layers:
         layer.self_attn = torch.nn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True).double()
@@ -321,7 +324,7 @@ def test_encoder_of_other_layers_gets_what_torch_would_pass():
 
 
 def test_fused_layers_inside_a_torch_encoder_in_inference():
-    """In inference, torch's stack converts padded input to nested tensors."""
+    """In inference, fused layers accept the nested tensors that torch's stack passes to them."""
     layer = fnn.TransformerEncoderLayer(EMBED, 4, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()
     assert stack.use_nested_tensor

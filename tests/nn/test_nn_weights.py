@@ -63,7 +63,7 @@ def with_weights(mask=None, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_rows_that_one_key_dominates(seed, backend):
-    """The loss is on the weights alone, whose rows sum to 1."""
+    """Gradients are right for a loss on the weights alone, in rows that one key dominates."""
     tensors = random_qkv(1, 1, 1, 4, 3, 64, seed=seed)
     tensors["query"] *= 80.0
 
@@ -156,7 +156,7 @@ def test_nan_in_masked_keys(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """The returned weights are those that multiply values, after dropout, then averaged."""
+    """The returned weights include the dropout of the output; the average is taken after it."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -290,7 +290,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """Masks are longer than a tile, and torch.nn appends keys at the end."""
+    """The module equals torch's for masks longer than a tile, and with keys appended at the end."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
@@ -327,7 +327,7 @@ def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
 
 
 def test_causal_and_appended_keys_stay_structure(monkeypatch):
-    """Neither padding nor causality becomes a dense mask, also with appended keys."""
+    """Padding and causality remain structured masks, also with appended keys."""
     seen = []
     attend = F.scaled_dot_product_attention
 
@@ -346,7 +346,7 @@ def test_causal_and_appended_keys_stay_structure(monkeypatch):
 
 
 def test_dropout_as_in_torch():
-    """Both return the weights after dropout, whose rows do not sum to 1."""
+    """Returned weights are those after dropout, as in torch, so their rows do not sum to 1."""
     x = torch.randn(1, 30, EMBED)
     for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
         module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)

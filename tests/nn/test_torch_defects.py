@@ -30,7 +30,7 @@ def attention(**kwargs):
 
 
 def test_need_weights_with_a_sequence_of_padding_alone():
-    """torch: NaN in output, weights and gradients. Here: the bias of out_proj, and weights 0."""
+    """Fully padded keys yield NaN in torch, and out_proj's bias and zero weights in fused_attn."""
     theirs, ours = attention()
     x = torch.randn(BATCH, LENGTH, EMBED)
     out, weights = theirs(x, x, x, ALL_PADDED)
@@ -49,9 +49,9 @@ def test_need_weights_with_a_sequence_of_padding_alone():
 
 @pytest.mark.parametrize("kind", ["attention", "layer"])
 def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
-    """torch: NaN in eval mode under no_grad, where it has a fast path, and numbers with gradients.
+    """With all keys padded, torch's inference fast path returns NaN; its other path does not.
 
-    Here: the same numbers in both.
+    fused_attn returns the same numbers in inference and with gradients.
     """
     if kind == "attention":
         theirs, ours = (module.eval() for module in attention())
@@ -83,7 +83,7 @@ def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
     "appended", [{"add_zero_attn": True}, {"add_bias_kv": True}], ids=lambda a: next(iter(a))
 )
 def test_causal_hint_with_appended_keys(appended):
-    """torch: the hint masks the appended key or reveals another one. Here: it changes nothing."""
+    """torch's causal hint masks the appended key or reveals another; fused_attn's has no effect."""
     theirs, ours = attention(**appended)
     x, mask = torch.randn(BATCH, LENGTH, EMBED), causal_bias(LENGTH, torch.float32)
 
@@ -97,7 +97,7 @@ def test_causal_hint_with_appended_keys(appended):
 
 
 def test_padded_rows_of_an_encoder():
-    """torch: 0 in inference, where it packs the batch, but not with gradients. Here: 0."""
+    """torch zeroes padded rows only in inference, on its packed path; fused_attn always does."""
     layer = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, batch_first=True)
     theirs = torch.nn.TransformerEncoder(layer, 2).eval()
     ours = fnn.TransformerEncoder.from_torch(theirs)
@@ -119,7 +119,7 @@ def test_padded_rows_of_an_encoder():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["attn_mask", "key_padding_mask"])
 def test_float32_mask_with_half_query(which, dtype):
-    """torch: an error with need_weights, the default. Here: the mask is added as it is."""
+    """torch refuses float32 masks for 16-bit queries with need_weights; fused_attn adds them."""
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
     shape = (LENGTH, LENGTH) if which == "attn_mask" else (BATCH, LENGTH)
     args = (randn(BATCH, LENGTH, EMBED, dtype=dtype),) * 3

@@ -55,7 +55,7 @@ def test_launches(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "sdpa"])
 def test_capture(backend: str) -> None:
-    """Forward and backward do not synchronize, so that a CUDA graph can capture them."""
+    """Forward and backward do not synchronize, so a CUDA graph can capture them."""
     skip_unless_available(backend)
     tensors = inputs()
     side = torch.cuda.Stream()
@@ -152,7 +152,7 @@ def test_unknown_device() -> None:
 
 
 def test_host_pointers() -> None:
-    """The driver rejects host pointers, about which Triton queries it."""
+    """The simulated driver, which Triton queries about pointers, rejects host pointers."""
     triton = pytest.importorskip("triton")
     value, host = ctypes.c_uint64(), torch.zeros(3)
     driver = ctypes.CDLL("libcuda.so.1")

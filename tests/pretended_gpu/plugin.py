@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Compute no references: they take most of the time, and nothing can be compared with them."""
+    """Disable reference computations: they take most of the time, and all values are garbage."""
     import helpers  # by now, as pytest has put tests/support on the path only now
 
     helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))

@@ -39,7 +39,7 @@ def test_symbols(page):
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_named_files(page):
-    """Files exist that a page mentions by path from the root, or by name."""
+    """Every file that a page mentions, by path from the root or by name, exists."""
     text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
     paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text))
     assert not [path for path in paths if not (ROOT / path).exists()]
@@ -109,7 +109,7 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
 
 
 def test_table_of_block_lists_is_up_to_date(monkeypatch):
-    """`python benchmarks/block_lists.py` measures the table and writes the page."""
+    """The page's table of block lists is the one that `benchmarks/block_lists.py` writes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import block_lists
 
@@ -119,7 +119,7 @@ def test_table_of_block_lists_is_up_to_date(monkeypatch):
 
 
 def test_table_of_scaling_is_up_to_date(monkeypatch):
-    """`python benchmarks/scale_simulation.py` computes the table and writes the page."""
+    """The page's table of scaling is the one that `benchmarks/scale_simulation.py` writes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale_simulation
 

@@ -52,7 +52,7 @@ def test_arguments(name):
 
 
 def parameters(thing: Callable[..., Any]) -> set[str]:
-    """Return the parameter names of a function; those of torch.nn for forwarding constructors."""
+    """Return a function's parameter names; for *args, those of the torch.nn base class."""
     found = inspect.signature(thing).parameters
     if "args" in found and isinstance(thing, type):
         of_torch = next(c for c in thing.__mro__ if c.__module__.startswith("torch.nn"))
@@ -61,7 +61,7 @@ def parameters(thing: Callable[..., Any]) -> set[str]:
 
 
 def described(text: str) -> set[str]:
-    """Return the names under Args, each alone or in a list."""
+    """Return the argument names in the Args section of a docstring."""
     section = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.cleandoc(text) + "\n", re.MULTILINE)
     heads = re.findall(r"^ {4}(\S[^:\n]*):", section[1] if section else "", re.MULTILINE)
     return {name for head in heads for name in re.findall(r"\w+", head)}

@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py keeps all finished results after any failure."""
+"""scripts/gpu_session.py saves all finished results, whatever fails later."""
 
 from __future__ import annotations
 

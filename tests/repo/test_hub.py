@@ -43,7 +43,7 @@ assert torch.equal(out, kernel.scaled_dot_product_attention(x, x, x, mask))
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """Export the checkout instead of a wheel."""
+    """Return the folder of a Hub kernel that is exported from the checkout instead of a wheel."""
     import export
 
     out = tmp_path_factory.mktemp("hub") / "fused-attn"
@@ -151,7 +151,7 @@ PUBLISHED = "organization/fused-attn"  # name of the repository that the stand-i
 
 @pytest.fixture
 def published(monkeypatch, repository):
-    """Serve the folder where transformers loads a kernel from the Hub."""
+    """Make transformers load the exported folder where it would load a kernel from the Hub."""
     import export
 
     hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
@@ -167,7 +167,10 @@ def published(monkeypatch, repository):
 
 @pytest.mark.parametrize("name", ["Bert", "Llama", "Mistral", "Gemma2", "GptOss"])
 def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
-    """Padding, windows (the last three), softcap (Gemma2) and sinks (GptOss)."""
+    """A model agrees with eager if its attn_implementation is the name of the Hub repository.
+
+    The models have padding, windows (the last three), softcap (Gemma2) and sinks (GptOss).
+    """
     from hf_families import FAMILIES
 
     family = next(family for family in FAMILIES if family.name == name)

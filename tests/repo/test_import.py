@@ -81,7 +81,7 @@ def test_flops_are_counted_whoever_imports_the_counter(before):
 
 
 def test_the_counter_may_come_from_anywhere():
-    """torch.utils.flop_counter may be found and executed twice."""
+    """Finding and executing torch.utils.flop_counter twice does not break its import."""
     run(
         """
 import fused_attn, importlib.util
@@ -133,7 +133,10 @@ assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
 
 @pytest.mark.thorough
 def test_a_name_that_is_taken_stays():
-    """Another copy of the package, loaded by `get_kernel`, may have registered the name."""
+    """A name that was registered with transformers before the import is not replaced.
+
+    Another copy of the package, loaded by `get_kernel`, may have registered it.
+    """
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     run(TAKEN)
 

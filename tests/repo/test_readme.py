@@ -44,7 +44,7 @@ def test_python_blocks_run(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_there(page):
-    """The make targets and fused-attn arguments in code blocks exist."""
+    """The make targets and fused-attn arguments that code blocks mention exist."""
     from fused_attn.tools import cli
 
     text = page.read_text("utf-8")
@@ -73,7 +73,7 @@ def test_every_mask_is_listed():
 
 
 def test_every_backend_has_a_status():
-    """The table lists every backend, and planned ones."""
+    """The README's table lists every backend; others in it are marked as planned."""
     from fused_attn.backends.registry import BACKENDS
 
     _, table = README.read_text("utf-8").split("| backend |")

@@ -1,4 +1,4 @@
-"""The documentation site builds without warnings and has every public name."""
+"""The documentation site builds without warnings and documents every public name."""
 
 import json
 import re

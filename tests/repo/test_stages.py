@@ -1,4 +1,4 @@
-"""tests/support/stages.py, on stages with a few tests."""
+"""scripts/stages.py, tested on stages with a few tests."""
 
 from __future__ import annotations
 

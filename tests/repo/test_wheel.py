@@ -126,7 +126,7 @@ def test_nothing_is_compiled_twice(tmp_path):
 
 @linux
 def test_threads_are_those_of_torch():
-    """The process loads only torch's libgomp. A second one would have separate threads."""
+    """The process loads only torch's libgomp, because a second one would have separate threads."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"

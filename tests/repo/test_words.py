@@ -55,7 +55,7 @@ def test_a_long_sentence(found):
 
 
 def test_exceptions_still_apply():
-    """Each exception names a file with that text."""
+    """Each exception names a file that contains its text."""
     for _, name, text in words.EXCEPTIONS:
         content = (words.ROOT / name).read_text("utf-8")
         assert text == "*" or text in content

@@ -36,7 +36,7 @@ CAUSAL = fused_attn.masks.causal()
 
 
 class Model(nn.Module):
-    """Two blocks with causal attention."""
+    """Language model of two blocks with causal attention."""
 
     def __init__(self, fused: bool = False) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def summed(model: nn.Module, loss: Tensor) -> dict:
 
 
 class Checkpointed(nn.Module):
-    """Runs a module with activation checkpointing."""
+    """Wrapper that runs a module with activation checkpointing."""
 
     def __init__(self, module: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def unshard_gradient(length: int, mesh: tuple) -> Tensor:
 
 
 def message_of(case: str) -> str:
-    """Return the error that invalid use raises."""
+    """Return the message of the error that an invalid use raises."""
     tokens = torch.zeros(1, 16, 8)
     own = {"buffers": [tokens], "buffer_seq_dims": [1]}
     given = torch.randn(1, 4, 4, 8)

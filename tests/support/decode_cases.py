@@ -1,4 +1,4 @@
-"""Decoding with a cache that is distributed over ranks, as the ranks run it."""
+"""Decoding on ranks with a cache that is distributed over them."""
 
 from __future__ import annotations
 

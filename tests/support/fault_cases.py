@@ -39,7 +39,7 @@ def _call(
 
 
 def error_of(mistake: str, kind: str) -> str:
-    """Return the error on this rank if rank 1 makes a mistake."""
+    """Return the error that this rank raises if rank 1 makes a mistake."""
     wrong = dist.get_rank() == 1
     try:
         if mistake == "mask":
@@ -82,7 +82,7 @@ def error_of(mistake: str, kind: str) -> str:
 
 
 def with_cold_caches(kind: str) -> bool:
-    """Call with one mask under different conditions on each rank."""
+    """Return True if calls with one mask work although the ranks cache different parts of it."""
     mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)) & masks.causal()
     _call(kind, mask)
     rank = dist.get_rank()
@@ -98,7 +98,7 @@ def with_cold_caches(kind: str) -> bool:
 
 
 def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
-    """Return the error of this rank and the seconds until it; the last rank fails."""
+    """Make the last rank fail; return this rank's error and the seconds until it was raised."""
     last = dist.get_rank() == dist.get_world_size() - 1
     _call(kind)  # everything works at first
     began = time.perf_counter()

@@ -1,9 +1,9 @@
 """Stand-ins for flash-attn 2, 3, 4 and torch's varlen_attn: same signatures and semantics.
 
-Each has the arguments of its original, aligns masks as it does, and refuses what it refuses. The
-models also have the pitfalls: the last tile of a sequence loads values after its end and multiplies
-them by 0, lse is +inf in rows without keys (flash-attn 2 and torch), and a gradient of lse is
-ignored, except by flash-attn 4.
+Each stand-in has the arguments, the mask alignment and the restrictions of its original. The
+models also reproduce known pitfalls: the last tile of a sequence loads values after its end and
+multiplies them by 0, lse is +inf in rows without keys (flash-attn 2 and torch), and a gradient of
+lse is ignored, except by flash-attn 4.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Lowering:
 
 
 def pretend() -> None:
-    """Make torch, Inductor and Triton see one H100."""
+    """Make torch, Inductor and Triton detect one H100."""
     import torch
     import triton
     from torch._dynamo.device_interface import CudaInterface

@@ -1,4 +1,4 @@
-"""Random masks, combinations of them, and packed sequences; each has a number."""
+"""Random masks, combinations of them, and packed sequences, each determined by a number."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _lengths(draw: random.Random, batch: int, seqlen: int) -> Tensor:
 
 
 def visible_of(spec: MaskSpec, shape: Shape) -> Tensor:
-    """Return the visible positions as a bool tensor of a shape."""
+    """Return the visible positions of a mask as a bool tensor of the given shape."""
     visible, _ = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     return torch.ones(shape, dtype=torch.bool) if visible is None else visible.expand(shape)
 

@@ -133,7 +133,7 @@ class OnRanks(Function):
 def run_on_rank(
     case: Case, tensors: list, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return out and lse of the rows of this rank; with grad_out, their gradients."""
+    """Return this rank's rows of out and lse; or, given grad_out, of the gradients."""
     rank, dim = dist.get_rank(), case.row_dim
     positions = [sharding.positions(rank) for sharding in case.shardings]
     at = positions[0], positions[1], positions[1]
@@ -204,13 +204,13 @@ def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
 
 
 def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
-    """Run `run_on_rank` with the keys of `ahead` steps in transfer."""
+    """Return `run_on_rank(*args)` with the keys of `ahead` steps in flight."""
     with mock.patch.object(ring, "AHEAD", ahead):
         return run_on_rank(*args)
 
 
 def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> bool:
-    """Return True if the results are those of Shardings for positions that are tensors."""
+    """Return True if positions given as tensors lead to the results of Shardings."""
     rank = dist.get_rank()
     rows = [sharding.positions(rank) for sharding in shardings]
     generator = torch.Generator().manual_seed(0)

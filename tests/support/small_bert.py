@@ -11,7 +11,7 @@ VOCABULARY, BATCH, LENGTH = 50, 4, 9
 
 
 def small_bert() -> Any:
-    """Return a BERT classifier without dropout, so that all kernels train equally."""
+    """Return a BERT classifier without dropout, so that training is the same on all kernels."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(

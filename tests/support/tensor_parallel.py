@@ -116,7 +116,7 @@ def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: 
 
 
 def dtensor_masks(placed: str) -> Pairs:
-    """Masks that are DTensors, sharded in some other way than the call, and sinks."""
+    """Return results with sinks and DTensor masks that are sharded differently from the call."""
     mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)
@@ -167,7 +167,7 @@ def cached_masks() -> tuple[bool, Pairs]:
 
 
 def redistributed() -> Pairs:
-    """Placements that attention does not support, and heads that the mesh does not divide."""
+    """Return results for unsupported placements, and for heads that the mesh does not divide."""
     mesh, found = mesh_of(2), {}
     whole = qkv(torch.float64)
     for name, heads, place in (
@@ -189,7 +189,7 @@ def redistributed() -> Pairs:
 
 
 def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
-    """Norms on shards of each dimension, with plain and distributed weights."""
+    """Return results of norms on shards of each dimension, with plain and distributed weights."""
     mesh, found = mesh_of(2), {}
     torch.manual_seed(0)
     x, residual = (torch.randn(3, 6, 16, dtype=dtype).requires_grad_() for _ in range(2))
@@ -219,7 +219,7 @@ def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
 
 
 def compiled_calls() -> Pairs:
-    """Attention and norm on DTensors, each in one graph."""
+    """Return results of attention and a norm on DTensors, each compiled in one graph."""
     mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)
@@ -243,7 +243,7 @@ def compiled_calls() -> Pairs:
 
 
 def two_dimensions() -> Pairs:
-    """Attention with batch and heads on different mesh dimensions, and dropout."""
+    """Return attention with dropout, and with batch and heads on different mesh dimensions."""
     mesh, found = mesh_of(2, 2), {}
     leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv(torch.float64)]
     bias = torch.randn(2, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float64, requires_grad=True)

@@ -41,7 +41,7 @@ def compared(name: str, model: torch.nn.Module, call: Callable[[Any], Any]) -> P
 
 
 def attention_modules() -> Pairs:
-    """MultiheadAttention with every kind of parameters, mask and result."""
+    """Return results of MultiheadAttention for every kind of parameters, mask and output."""
     found: Pairs = {}
     torch.manual_seed(0)
     there = {"dtype": torch.float64}
@@ -102,7 +102,7 @@ def layers() -> Pairs:
 
 
 def hugging_face() -> Pairs:
-    """Llama with grouped heads, and BERT; with dropout of the attention weights, and padding."""
+    """Return results of Llama with grouped heads, and of BERT, with dropout and padding."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def hugging_face() -> Pairs:
 
 
 def decoded() -> Pairs:
-    """Run decoding steps with a KV cache; each rank caches its heads."""
+    """Return results of decoding with a KV cache, where each rank caches its heads."""
     torch.manual_seed(0)
     layer = fused_attn.nn.TransformerDecoderLayer(
         16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
@@ -157,7 +157,7 @@ def gpt2_error() -> str:
 
 
 def sequence_parallel() -> Pairs:
-    """Norms under torch's SequenceParallel, and attention between sequence-sharded tensors."""
+    """Return results of norms under SequenceParallel, and of sequence-sharded attention."""
     from torch.distributed.tensor.parallel import SequenceParallel
 
     from fused_attn.distributed import HeadwiseParallel
@@ -193,7 +193,7 @@ def sequence_parallel() -> Pairs:
 
 
 def of_type(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield (name, sharded result, float64 result, eager result) for the numerics contract."""
+    """Return (name, sharded, float64 and eager result) tuples for the numerics contract."""
     torch.manual_seed(0)
     x = torch.randn(3, 33, 32)
     model = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)
@@ -226,7 +226,7 @@ def checkpointed() -> Pairs:
 
 
 def compiled() -> Pairs:
-    """A layer, forward and backward, in one graph."""
+    """Return results of a layer that is compiled in one graph, forward and backward."""
     torch.manual_seed(0)
     layer = fused_attn.nn.TransformerEncoderLayer(
         16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
@@ -244,7 +244,7 @@ def compiled() -> Pairs:
 
 
 def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
-    """A training step of 2 x 2 ranks, and the error of state_dict ("" for none)."""
+    """Return results of a training step on 2 x 2 ranks, and the error of state_dict (or "")."""
     from torch.distributed.fsdp import fully_shard
 
     from fused_attn.distributed import shard_placement

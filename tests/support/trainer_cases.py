@@ -73,7 +73,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def steps_of_rank(swap: bool, checkpoint: bool, method: str) -> list[dict[str, Tensor]]:
-    """Train over all ranks; return the loss and the gradients of each step."""
+    """Train with rows distributed over all ranks; return each step's loss and gradients."""
     model = llama(swap)
     if checkpoint:
         model.train().gradient_checkpointing_enable()
@@ -193,6 +193,6 @@ def as_torchrun() -> Iterator[None]:
 
 
 def trained_by_ranks(folder: str, swap: bool, accumulated: int) -> dict[str, Any]:
-    """Train over all ranks with the Trainer."""
+    """Train over all ranks with the Trainer; return the logged losses and the weights."""
     with as_torchrun():
         return trained(folder, swap, True, accumulated)

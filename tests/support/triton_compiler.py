@@ -56,7 +56,7 @@ class Compiled:
 
 @triton.jit
 def _hides_no_values(mask):  # type: ignore[no-untyped-def]
-    """Leave out the pass that recomputes a tile if it has NaN, because it may spill registers."""
+    """Return False, to omit the pass that recomputes tiles with NaN, which may spill registers."""
     return False
 
 

@@ -80,7 +80,7 @@ def test_packed_sequences_against_the_padded_batch(mask, largest, monkeypatch):
 @pytest.mark.parametrize(("worse", "ok"), [(0.0, True), (0.9, True), (1.1, False)])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_check_draws_the_line_at_the_limit(worse, ok, gradient):
-    """Results are off by a fraction of the contract's limit, which the test computes."""
+    """Errors just below the contract's limit pass the check, and errors just above it fail."""
     x = torch.linspace(-2.0, 2.0, 64)
     eps = torch.finfo(torch.float32).eps
     eager_error = 1e-3

@@ -24,7 +24,7 @@ from fused_attn.tools.cases import Shape
 
 
 def firsts(problems, kind):
-    """Return the first shape of each kind."""
+    """Return the first shape of each kind among the GPU problems."""
     return list({kind(shape): shape for shape, *_ in reversed(problems["gpu"])}.values())
 
 
@@ -65,7 +65,7 @@ def runner(monkeypatch, tmp_path):
 
 
 def dense_flex(query, key, value, score_mod, block_mask, enable_gqa):
-    """Compute FlexAttention in dense operations."""
+    """Compute FlexAttention with dense operations."""
     sizes = (*query.shape[:3], key.shape[2])
     at = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     group = query.shape[1] // key.shape[1]

@@ -25,7 +25,7 @@ SMALL = ["--shape", "2,4/2,33,47,16", "--repeats", "2"]
 
 
 def run(capsys, *argv):
-    """Return exit status, stdout and stderr."""
+    """Return the exit status, stdout and stderr of a fused-attn command."""
     try:
         status = cli.main(argv)
     except SystemExit as leaving:
@@ -47,7 +47,7 @@ def assert_one_line_error(result, *words):
 
 
 def example():
-    """Return a model and inputs, as `compare` gets them from module:function."""
+    """Return a model and inputs, in the form that `compare` loads from module:function."""
     layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     return layer, (torch.randn(2, 5, 16),), {"src_mask": torch.zeros(5, 5)}
 
@@ -71,7 +71,7 @@ def failing():
 
 
 def off(function):
-    """Make a kernel wrong by more than the contract allows."""
+    """Return the function with its result scaled to an error above the contract's limit."""
     return lambda *args, **kwargs: function(*args, **kwargs) * 1.001
 
 

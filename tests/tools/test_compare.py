@@ -59,7 +59,7 @@ def test_transformer_is_within_the_contract(dtype, norm_first):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_measured_against_float64(dtype):
-    """The test recomputes every number of a model with one norm."""
+    """Every error in the report on a model with one norm equals the one computed by hand."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(16)).to(dtype)
     x = torch.randn(64, 16, dtype=dtype)
     report = compare(model, x)
@@ -92,7 +92,7 @@ def test_errors_are_measured_against_float64(dtype):
 
 
 def test_fused_modules_are_what_is_measured(monkeypatch):
-    """A wrong kernel is reported in the right rows."""
+    """An error in fused attention makes the rows that it affects fail."""
     exact = functional.scaled_dot_product_attention
 
     def off_by_a_little(*args, **kwargs):
@@ -200,7 +200,7 @@ def test_inputs_that_require_grad_are_compared():
 
 
 def test_relus_do_not_decide_the_verdict():
-    """In bfloat16, values change sign between runs; their gradients do not measure attention."""
+    """Gradients of ReLUs whose inputs change sign between bfloat16 runs do not fail the report."""
     for seed in range(10):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
@@ -351,7 +351,7 @@ def test_a_model_that_is_another_in_float64_is_refused():
 
 
 def test_noise_of_sixteen_bits_is_refused():
-    """The noise is small compared with the rounding of a larger output."""
+    """A bfloat16 model with random outputs is refused, even if the noise is small."""
     model = Noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
     with pytest.raises(ValueError, match="same outputs in every run"):
         compare(model, torch.randn(9, 16).bfloat16())
@@ -363,7 +363,7 @@ def test_nothing_finite_is_refused():
 
 
 def test_an_output_that_is_0_but_for_rounding():
-    """The model is accepted, because errors are relative to the largest output."""
+    """An output that is 0 up to rounding is accepted: errors are relative to the largest output."""
 
     class Means(torch.nn.Module):
         def __init__(self):
@@ -378,7 +378,7 @@ def test_an_output_that_is_0_but_for_rounding():
 
 
 def test_a_state_of_its_own_is_no_randomness():
-    """Each run uses a fresh copy of the model."""
+    """A model that changes its state is accepted, because each run uses a fresh copy."""
 
     class Counts(torch.nn.Module):
         def __init__(self):
@@ -407,7 +407,7 @@ def test_a_tuple_is_an_argument():
 
 
 def test_progress(monkeypatch):
-    """Progress has one step for each forward and backward, as many as announced."""
+    """The progress bar advances once for each forward and backward, as many times as announced."""
     steps = []
 
     @contextlib.contextmanager

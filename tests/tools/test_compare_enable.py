@@ -77,7 +77,7 @@ def test_a_kernel_that_is_off_is_seen(monkeypatch):
 
 
 def test_under_a_switch_that_is_on_already():
-    """The reference run stays eager."""
+    """The reference run of compare remains eager inside an outer enabled() block."""
     with enable.enabled() as outer:
         report = compare(model(Attention()), tokens(), enable=True)
     assert report.ok and report.calls.fused == 1 == outer.fused

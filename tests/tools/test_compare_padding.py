@@ -52,7 +52,7 @@ def test_the_packed_model_is_judged(name, monkeypatch):
 
 
 def test_errors_of_packed_attention_are_reported(monkeypatch):
-    """The run with padding, which records the layers, does not hide the errors."""
+    """Errors of packed attention are reported, though a run with padding records the layers."""
     exact = fnn.MultiheadAttention.forward_packed
     monkeypatch.setattr(
         fnn.MultiheadAttention, "forward_packed", lambda *args: exact(*args) * (1 + 1e-3)
@@ -67,7 +67,10 @@ def test_errors_of_packed_attention_are_reported(monkeypatch):
 
 
 def test_inference_with_padding_kept():
-    """torch's inference path returns 0 in padded rows; eager attention does not."""
+    """In inference, padded rows agree with eager attention only with remove_padding=False.
+
+    torch's inference path returns 0 in padded rows; eager attention does not.
+    """
     model, args, kwargs = made("torch")
     report = compare(model, *args, **kwargs, backward=False, remove_padding=False)
     assert report.ok, str(report)
@@ -86,7 +89,7 @@ class RealRows(Pooled):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_relus_of_packed_batches_do_not_decide_the_verdict(batch_first, monkeypatch):
-    """In bfloat16, values change sign between runs; their gradients do not measure attention."""
+    """Gradients of ReLUs whose inputs change sign between bfloat16 runs do not fail the report."""
     packings = recorded_packings(monkeypatch)
     for seed in range(3):
         torch.manual_seed(seed)

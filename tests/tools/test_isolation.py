@@ -1,4 +1,4 @@
-"""Crashes and broken GPU contexts in `fused-attn verify` cost one step."""
+"""A crash or a broken GPU context costs `fused-attn verify` only one step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Processes:
 
 
 def on_pretended_gpu(monkeypatch, fails):
-    """Verify the stand-in as on a GPU; return the report and its processes."""
+    """Verify the stand-in as if on a GPU; return the report and the stand-in worker."""
     processes = Processes(fails)
     monkeypatch.setattr(verify, "Worker", lambda limit, context: processes)
     monkeypatch.setattr(verify, "device_of", lambda name: torch.device("cuda", 0))
@@ -53,7 +53,7 @@ def on_pretended_gpu(monkeypatch, fails):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("how", ["crash", "sticky"])
 def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
-    """Other checks and classes go on in a new process, and are stored."""
+    """After a crash, other checks and classes run in a new process and are stored."""
 
     def fails(check):
         return how if getattr(check, "mask", "") == "causal" and check.gradients else ""

@@ -32,9 +32,9 @@ def tensors_of(problem):
 
 
 def findings(problem, dtype, mistake=""):
-    """Return the findings on the tiled kernel: out, lse and all gradients.
+    """Return the contract's findings on the tiled kernel: out, lse and all gradients.
 
-    "few_keys" has no lse, because the gradient of lse would dominate that of the scores.
+    For "few_keys", lse is omitted, because its gradient would dominate that of the scores.
     """
     results = 1 if problem == "few_keys" else 2
     dropout_p = 0.3 if problem == "plain" else 0.0

@@ -1,4 +1,4 @@
-"""`make bench-rivals` compares equal problems, leaves out wrong results, and states both."""
+"""`make bench-rivals` compares equal problems, and reports libraries whose results are wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fused_attn.tools.cases import Shape
 
 
 class Untimed:
-    """A meter without times."""
+    """Meter that returns fixed times without running the calls."""
 
     class module:  # noqa: N801
         @staticmethod

@@ -47,7 +47,7 @@ def test_what_needs_no_rounding_is_exact(dtype):
 
 
 def test_sixteen_bits_are_rounded_once():
-    """A float32 error is visible only in results near the midpoint of two 16-bit numbers."""
+    """Samples in 16 bits are rounded once, so their errors are at most about half an ulp."""
     a = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = a.double() @ a.double().mT
     results = samples(lambda x: x @ x.mT, a)
@@ -116,7 +116,7 @@ def test_views_random_numbers_and_places_are_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_eager_attention_is_as_expected(dtype):
-    """Errors of outputs and gradients are below the expected ones, and of the same size."""
+    """Errors of eager attention are below the expected errors, and of the same magnitude."""
     tensors = {n: t.bfloat16().float() for n, t in random_qkv(2, 4, 2, 33, 70, 64).items()}
     function = attention(None, enable_gqa=True)("eager")
     truth = run_with_gradients(function, tensors, torch.float64)

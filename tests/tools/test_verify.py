@@ -1,4 +1,4 @@
-"""fused-attn verify stores right and faster kernels, and refuses and shows wrong ones."""
+"""fused-attn verify accepts kernels that are right and faster, and reports wrong ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backe
 
 @pytest.fixture(params=["stand_in", *EMULATED])
 def backend(request, verdict_folder):
-    """Register a backend that verdicts select, before all others."""
+    """Register, before all other backends, one that is selected only by stored verdicts."""
     own = [] if request.param == "stand_in" else [request.param]
     with in_place_of_cpp(*own) as stand_in:
         if own:
@@ -146,7 +146,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """Partial problems share the classes of complete ones, which must not be usable."""
+    """Wrong partial results make their class unusable, because complete problems share it."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):
@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """Late checks can rule out classes that were judged earlier."""
+    """A check that runs later can rule out classes that were judged usable before."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -241,7 +241,7 @@ def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("fast")
 def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
-    """The report is still written."""
+    """The report is written even if a verdict cannot be stored."""
 
     def store(*args):
         raise PermissionError("read-only file system")
@@ -305,7 +305,7 @@ def test_memory_that_is_not_enough(verdict_folder, monkeypatch):
 
 
 def test_the_peer_is_torch(verdict_folder, monkeypatch):
-    """Calls that one torch-based backend refuses are compared with the next one."""
+    """Kernels are timed against the first torch-based backend that supports the call."""
     peers = set()
     monkeypatch.setattr(
         timing, "medians", lambda ways, *rest: peers.add(list(ways)[1]) or dict.fromkeys(ways, 1.0)
@@ -345,7 +345,7 @@ def test_every_mask_is_checked(quick):
 
 
 def test_probes_are_of_their_class():
-    """The probes of a class have its name when a backend is selected."""
+    """Dispatch assigns each probe of a class to the class of that name."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
     probes = plan.attention_probes(["bfloat16"], [32], **sizes)
     classes = plan.by_class([*probes, *plan.norm_probes(["float16"], elements=1 << 10)])
@@ -396,7 +396,7 @@ def test_checks(check, backend, capsys):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_graph_that_reads_old_values_is_wrong(stale, verdict_folder, monkeypatch):
-    """A stand-in for CUDA graphs recomputes on replay, or returns stale values."""
+    """A CUDA graph that returns stale results on replay is reported as wrong."""
 
     class Graph:
         def __init__(self, step):
@@ -432,7 +432,7 @@ def test_graphs_on_a_gpu(name):
 
 @pytest.fixture
 def command(verdict_folder, monkeypatch, capsys):
-    """Return a function that verifies a small plan: exit status, stdout and stderr."""
+    """Return a function that verifies a small plan, and returns exit status, stdout and stderr."""
     monkeypatch.setattr(plan, "plan", lambda quick, graphs: small_plan())
 
     def run(*argv):

@@ -281,8 +281,8 @@ def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -
     def undo() -> None:
         if type(module) is not target:
             raise RuntimeError(
-                f"{name} was a {qualified_name(target)} after the swap and is a "
-                f"{qualified_name(type(module))} now (a parametrization?): undo that first"
+                f"{name} must be a {qualified_name(target)} to be restored, got a "
+                f"{qualified_name(type(module))}: first undo what changed it (a parametrization?)"
             )
         module.__class__ = source
 
@@ -320,8 +320,8 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     for part in integration.inexact_stacks(model):
         path = ".".join(filter(None, (name, part)))
         report.notes.append(
-            f"{shown_name(path)}: keeps its padding; a small packed batch had other results, or "
-            "one of its modules has hooks"
+            f"{shown_name(path)}: keeps its padding, because packing changed the results of a "
+            "small batch, or because one of its modules has hooks"
         )
 
 

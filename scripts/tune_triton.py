@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        sys.exit("tune: torch sees no GPU")
+        sys.exit("tune: requires a GPU, but torch finds none")
     device = torch.device("cuda", torch.cuda.current_device())
     arch, properties = arch_of(device).name, torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)

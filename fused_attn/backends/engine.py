@@ -19,7 +19,7 @@ class EngineBackend(Backend):
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
         if isinstance(problem, NormProblem):
-            return ["has no kernels for norms"]
+            return ["does not support norms"]
         return verdicts.reasons_against(self.name, problem)
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:

@@ -178,7 +178,7 @@ def kernel_limits(
     problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: float = math.inf
 ) -> list[str]:
     """Return the reasons why kernels with these limits do not support a problem."""
-    reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
+    reasons = [] if problem.dtype in dtypes else [f"does not support {problem.dtype}"]
     if problem.transformed:
         reasons.append("does not support torch.func transforms or forward-mode AD")
     if isinstance(problem, AttentionProblem):
@@ -209,7 +209,7 @@ def _too_old(device: torch.device) -> tuple[str, ...]:
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return ()
-    return (f"needs compute capability 8.0, not {capability[0]}.{capability[1]}",)
+    return (f"requires compute capability 8.0 or higher, not {capability[0]}.{capability[1]}",)
 
 
 # torch.compile calls the function while tracing, and treats the result as a constant.

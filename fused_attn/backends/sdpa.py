@@ -63,11 +63,11 @@ class SdpaBackend(Backend):
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = []
         if problem.transformed:
-            reasons.append("does not support torch.func transforms or forward mode")
+            reasons.append("does not support torch.func transforms or forward-mode AD")
         if problem.seeded:
-            reasons.append("draws dropout from torch's generator instead of a seed")
+            reasons.append("draws dropout masks from torch's generator, not from a seed")
         if problem.sharded:
-            reasons.append("cannot drop the same weights as the complete call of a shard")
+            reasons.append("cannot drop the same elements as the unsharded call")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.partial:
@@ -305,7 +305,7 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
     """Return the reasons why no torch op returns lse for a problem; empty if one does."""
     reasons = []
     if problem.needs_grad:
-        reasons.append("has no gradient of lse")
+        reasons.append("cannot backpropagate through lse")
     if problem.dropout:
         reasons.append("cannot return lse with dropout")
     if problem.device.type == "cuda":

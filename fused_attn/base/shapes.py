@@ -94,7 +94,7 @@ def _fit_heads(
         return query, key, value
     if enable_gqa:
         if heads_k != heads_v:
-            raise ValueError(f"value must have num_heads_kv {heads_k} (as key), got {heads_v}")
+            raise ValueError(f"value must have num_heads_kv {heads_k} (like key), got {heads_v}")
         if heads_k == 0 or heads % heads_k:
             raise ValueError(
                 f"key must have num_heads_kv that divides num_heads {heads} (of query), "

@@ -35,8 +35,8 @@ def _alone() -> int:
         _warned = True
         warnings.warn(
             "this process was forked after its parent ran kernels on several threads, so it uses"
-            " one thread: threads do not survive a fork. Start processes with spawn, fork before"
-            " the first call, or call torch.set_num_threads(1) before it",
+            " one thread: threads do not survive a fork. Start processes with spawn; or, before the"
+            " first call, fork or call torch.set_num_threads(1)",
             RuntimeWarning,
             stacklevel=2,
         )

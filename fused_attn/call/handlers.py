@@ -76,7 +76,7 @@ def check_no_dtensors(first: str, tensor: object, **others: object) -> None:
     for name, other in others.items():
         if is_dtensor(other):
             got = type(tensor).__name__
-            raise ValueError(f"{first} must be a DTensor (as {name}), got a {got}")
+            raise ValueError(f"{first} must be a DTensor (like {name}), got a {got}")
 
 
 @contextlib.contextmanager

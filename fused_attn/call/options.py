@@ -224,7 +224,7 @@ def checked_seed(
             raise TypeError(f"seed must be an int or an int64 scalar tensor, got a {got}")
         if seed.device != device:
             raise ValueError(
-                f"seed must have device {device} (as the other tensors), got {seed.device}"
+                f"seed must have device {device} (like the other tensors), got {seed.device}"
             )
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, (Integral, torch.SymInt)):

@@ -34,7 +34,10 @@ def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, not nested or sparse: pad it")
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested or sparse tensor: pad it or call "
+                "to_dense()"
+            )
         if tensor.dtype not in _FLOATS:
             raise TypeError(
                 f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}"
@@ -54,7 +57,7 @@ def check_integers(name: str, tensor: object, query: Tensor | None = None) -> No
 
 def check_same(name: str, what: str, got: object, expected: object, of: str) -> None:
     if got != expected:
-        raise ValueError(f"{name} must have {what} {expected} (as {of}), got {got}")
+        raise ValueError(f"{name} must have {what} {expected} (like {of}), got {got}")
 
 
 def check_like_query(tensors: Mapping[str, Tensor]) -> None:
@@ -134,9 +137,12 @@ def check_norm(
     if not shape:
         raise ValueError("normalized_shape must have at least one dimension, got ()")
     if tuple(input.shape[-len(shape) :]) != shape:
-        raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
+        raise ValueError(
+            f"input must have a shape that ends with normalized_shape {shape}, "
+            f"got {tuple(input.shape)}"
+        )
     if not isinstance(math.prod(shape), (int, Integral, torch.SymInt)):
-        raise TypeError(f"normalized_shape must be ints, got {shape}")
+        raise TypeError(f"normalized_shape must contain only ints, got {shape}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
@@ -150,7 +156,7 @@ def check_norm(
         check_floats({"residual": residual})
         if residual.shape != input.shape:
             raise ValueError(
-                f"residual must have shape {tuple(input.shape)} (as input), "
+                f"residual must have shape {tuple(input.shape)} (like input), "
                 f"got {tuple(residual.shape)}"
             )
         check_same("residual", "dtype", residual.dtype, input.dtype, "input")

@@ -103,7 +103,7 @@ def flex_attention(
         ValueError, TypeError: an argument is invalid.
     """
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError("max_scores of AuxRequest are not supported")
+        raise NotImplementedError("max_scores of AuxRequest is not supported")
     mask, softcap = masks.as_mask(cast(Any, block_mask)), None
     if score_mod is not None:
         shape = (*query.shape[:3], key.shape[2])

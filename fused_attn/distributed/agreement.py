@@ -62,7 +62,7 @@ def _listed(name: str, values: list[int]) -> str:
     if name == "dtype":
         return ", ".join(str(DTYPES[value]) for value in values)
     hashed = name in ("attn_mask", "cache_lengths") or name.startswith(("positions", "scale"))
-    return "different ones" if hashed else ", ".join(map(str, values))
+    return "different values" if hashed else ", ".join(map(str, values))
 
 
 def learned(*tensors: Tensor) -> int:

@@ -164,7 +164,7 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
         check_floats({"query": query, "key": key, "value": value}, 3)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     elif call.cu_seqlens[1] is not None:
-        raise ValueError("cu_seqlens_k must be given together with cu_seqlens_q")
+        raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
     check_qkv(query, key, value)
     inputs = canonical(query, key, value, None, call.enable_gqa or call.packed)
     q, k = inputs[:2]
@@ -191,9 +191,11 @@ def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -
     if isinstance(positions, Sharding):
         size, rank = size_of(groups), index_of(groups)
         if positions.ranks != size:
-            raise ValueError(f"positions must be a Sharding of {size} ranks, got {positions.ranks}")
+            raise ValueError(
+                f"positions must be a Sharding over {size} ranks, got {positions.ranks}"
+            )
         if positions.rows(rank) != rows:
-            expected = f"{positions.rows(rank)} rows on rank {rank} (as positions)"
+            expected = f"{positions.rows(rank)} rows on rank {rank} (like positions)"
             raise ValueError(f"{name} must have {expected}, got {rows}")
         return
     if not isinstance(positions, Tensor):

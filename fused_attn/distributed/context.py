@@ -124,8 +124,8 @@ def context_parallel(
                 buffer.resize_(whole.shape).copy_(whole)
     if calls.count == 0:
         warnings.warn(
-            "no call of scaled_dot_product_attention was made under context_parallel: attention "
-            "that a model computes itself is not distributed",
+            "scaled_dot_product_attention was not called under context_parallel: attention that a "
+            "model computes in other ways is not distributed",
             stacklevel=3,
         )
 
@@ -183,7 +183,7 @@ def context_parallel_unshard(
         sharding = _sharding(load_balancer, sum(rows), groups)
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
-            raise ValueError(f"buffers must have {expected} rows on the ranks, got {rows}")
+            raise ValueError(f"buffers must have {expected} rows (one number per rank), got {rows}")
         results.append(_Unshard.apply(buffer, dim, sharding, groups))
     return results
 
@@ -275,11 +275,13 @@ class Calls:
         """Compute one call, as a handler of call/handlers.py."""
         error = None
         if isinstance(call.attn_mask, MaskSpec):
-            error = ValueError("attn_mask must not pack sequences under context_parallel")
+            error = ValueError(
+                "attn_mask must not describe packed sequences under context_parallel"
+            )
         elif call.attn_mask is not None and self._mask is None:
             error = ValueError(
-                "attn_mask must be None under context_parallel, where it would cover the rows of "
-                "this rank only: pass the mask of the complete sequence as mask"
+                "attn_mask must be None under context_parallel, where it would cover only the rows "
+                "of this rank: pass the mask of the complete sequence to context_parallel as mask"
             )
         self.count += 1
         tensors, options, heads = (call.query, call.key, call.value), call.options, None

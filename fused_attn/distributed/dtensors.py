@@ -349,8 +349,8 @@ def _kept(tensor: Any, dims: Sequence[int]) -> tuple[Any, ...]:
 def _check_dtensors(first: str, tensor: Any, **others: Any) -> None:
     for name, other in others.items():
         if other is not None and not is_dtensor(other):
-            raise ValueError(f"{name} must be a DTensor (as {first}), got a plain tensor")
+            raise ValueError(f"{name} must be a DTensor (like {first}), got a plain tensor")
         if other is not None and other.device_mesh != tensor.device_mesh:
             raise ValueError(
-                f"{name} must have {tensor.device_mesh} (as {first}), got {other.device_mesh}"
+                f"{name} must have {tensor.device_mesh} (like {first}), got {other.device_mesh}"
             )

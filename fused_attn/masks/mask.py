@@ -106,7 +106,7 @@ class Mask:
             return NotImplemented
         if any(mask.biases or mask.slopes for mask in (self, other)):
             raise ValueError(
-                "masks with a bias or ALiBi cannot be combined by |: use (a | b) & bias"
+                "masks with a bias or ALiBi cannot be combined with |: use (a | b) & bias"
             )
         return Mask(mask_mods=((self, other),))
 
@@ -270,7 +270,7 @@ def padding(
     queries = None if query_lengths is None else _lengths("query_lengths", query_lengths)
     if queries is not None and queries.shape != keys.shape:
         raise ValueError(
-            f"query_lengths must have shape {tuple(keys.shape)} (as key_lengths), "
+            f"query_lengths must have shape {tuple(keys.shape)} (like key_lengths), "
             f"got {tuple(queries.shape)}"
         )
     return Mask(paddings=(_Padding(keys, queries, side),))

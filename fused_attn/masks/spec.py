@@ -238,7 +238,7 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
     for tensor in mask.tensors():
         lengths_on_cpu = tensor.dim() == 1 and tensor.device.type == "cpu"
         if tensor.device != device and not lengths_on_cpu:
-            raise ValueError(f"attn_mask must be on {device} (as query), got {tensor.device}")
+            raise ValueError(f"attn_mask must be on {device} (like query), got {tensor.device}")
         all_savable = all_savable and savable(tensor)
     if not all_savable:
         mask = mask.mapped(torch.clone)

@@ -128,7 +128,7 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
             f"attn_mask must be a bool tensor, a float tensor or a Mask, got {describe(attn_mask)}"
         )
     elif attn_mask.is_nested or attn_mask.layout != torch.strided:
-        raise TypeError("attn_mask must be a dense tensor, not nested or sparse")
+        raise TypeError("attn_mask must be a dense tensor, got a nested or sparse tensor")
     elif attn_mask.dtype == torch.bool:
         mask = dense(attn_mask)
     elif attn_mask.is_floating_point():

@@ -145,10 +145,10 @@ def torch_infers(module: Module, x: Tensor) -> bool:
 def wrapped(module: Module) -> str | None:
     """Return the reason why torch has replaced the class of `module`, or None if it has not."""
     if is_parametrized(module):
-        return "parametrized: swap first, then register the parametrization"
+        return "it is parametrized; swap first, then register the parametrization"
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-        return "wrapped by fully_shard: swap first, then shard"
+        return "it is wrapped by fully_shard; swap first, then shard"
     return None
 
 

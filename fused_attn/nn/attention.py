@@ -243,7 +243,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         ):
             if tensor.dim() != query.dim():
                 raise ValueError(
-                    f"{name} must have {query.dim()} dimensions (as query), "
+                    f"{name} must have {query.dim()} dimensions (like query), "
                     f"got {tuple(tensor.shape)}"
                 )
             if tensor.shape[-1] != width:
@@ -256,7 +256,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         batch_dim = 0 if self.batch_first else 1
         if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
             raise ValueError(
-                f"key must have batch size {query.shape[batch_dim]} (as query), "
+                f"key must have batch size {query.shape[batch_dim]} (like query), "
                 f"got {key.shape[batch_dim]}"
             )
 

@@ -211,7 +211,7 @@ def _may_break_graph() -> bool:
     if _one_dynamic_graph() or torch.compiler.is_exporting() or in_transform():
         return False
     if not hasattr(_uncompiled, "_torchdynamo_disable"):
-        _uncompiled = torch._dynamo.disable(_uncompiled, reason="it depends on values")
+        _uncompiled = torch._dynamo.disable(_uncompiled, reason="it depends on tensor values")
     tracer = InstructionTranslator.current_tx()
     return not (tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
 

@@ -58,12 +58,12 @@ def checked_rotation(
     if shape[-1] == head_dim and head_dim % 2:
         raise ValueError(f"input must have an even head_dim, got {head_dim}")
     if sin.shape != cos.shape:
-        raise ValueError(f"sin must have shape {shape} (as cos), got {tuple(sin.shape)}")
+        raise ValueError(f"sin must have shape {shape} (like cos), got {tuple(sin.shape)}")
     if positions is None:
         by_token = shape[:2] in ((batch, seqlen), (1, seqlen))
         if not (by_token if cos.dim() == 3 else shape[0] >= seqlen):
             expected = f"({seqlen} or more, width) or ({batch} or 1, {seqlen}, width)"
-            raise ValueError(f"cos must have shape {expected} without positions, got {shape}")
+            raise ValueError(f"cos must have shape {expected} if positions is None, got {shape}")
     else:
         positions = _checked_positions(positions, cos, (batch, seqlen))
     return Rotation(cos, sin, positions, bool(interleaved), shape[-1] == head_dim)
@@ -74,7 +74,9 @@ def _checked_positions(positions: Tensor, cos: Tensor, shape: tuple[int, int]) -
     check_same("positions", "device", positions.device, cos.device, "cos")
     if cos.dim() != 2:
         got = tuple(cos.shape)
-        raise ValueError(f"cos must have shape (positions, width) with positions, got {got}")
+        raise ValueError(
+            f"cos must have shape (positions, width) if positions are given, got {got}"
+        )
     if positions.shape not in (shape, (1, shape[1]), shape[1:]):
         got = tuple(positions.shape)
         raise ValueError(f"positions must have shape {shape} or ({shape[1]},), got {got}")

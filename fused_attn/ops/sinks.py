@@ -37,7 +37,7 @@ def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
         expected = f"({lse.shape[-2]},) (num_heads)"
         raise ValueError(f"sinks must have shape {expected}, got {tuple(sinks.shape)}")
     if sinks.device != lse.device:
-        raise ValueError(f"sinks must have device {lse.device} (as query), got {sinks.device}")
+        raise ValueError(f"sinks must have device {lse.device} (like query), got {sinks.device}")
     return sinks
 
 

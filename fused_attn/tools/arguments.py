@@ -68,7 +68,7 @@ def use_device(name: str) -> torch.device:
         if device.index is not None:
             torch.cuda.set_device(device)
         elif not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a GPU: torch finds none")
+            raise ValueError("--device cuda requires a GPU, but torch finds none")
     return device
 
 

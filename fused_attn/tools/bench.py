@@ -179,7 +179,7 @@ def measure(
                     layout.pack("query", _zero_masked_rows(peer(*peer_leaves), visible))
                 )
                 calls |= {PEER: _timed(dropping[1], peer_leaves)} if agrees else {}
-                result.note = "" if agrees else "SDPA computes something else"
+                result.note = "" if agrees else "SDPA computes a different result: not timed"
             except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
             seconds = timing.medians(calls, device, rounds, advance)
@@ -214,7 +214,7 @@ def require_memory(
     else:
         return
     if needed > there:
-        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, {there / 2**30:,.0f} available"
+        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, got {there / 2**30:,.0f} GiB"
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 

@@ -493,4 +493,6 @@ def _difference(name: str, got: Tensor, want: Tensor) -> Finding:
     if got.shape != want.shape:
         return Finding(name, float("inf"), 0.0, f": shape {got.shape}, not {want.shape}")
     other = (got != want) & ~(got.isnan() & want.isnan())
-    return Finding(name, float(other.sum()), 0.0, f": of {got.numel()} elements so many differ")
+    return Finding(
+        name, float(other.sum()), 0.0, f": number of different elements, of {got.numel()}"
+    )

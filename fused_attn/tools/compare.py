@@ -274,7 +274,7 @@ def _check_repeats(
         return
     layer = next((name for name, kind in apart if kind == "layer output"), None)
     raise ValueError(
-        "model must give the same outputs in every run, got a difference of "
+        "model must return the same outputs in every run, got a difference of "
         f"{apart[outputs[0]]:.2e} in {outputs[0][0]} between two runs with eager attention"
         f"{f' (first layer that differs: {layer})' if layer else ''}: does it draw random numbers? "
         "Pass them as inputs, or compare a part of it"
@@ -303,8 +303,8 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
         error = contract.errors(eager[name, kind], reference)[1]
         if error > most * size > 0.0:
             raise ValueError(
-                f"model must give about the same outputs in float64 and {str(dtype)[6:]}, got an "
-                f"rms error of {error:.2e} in {name} with eager attention (rms of the largest "
+                f"model must return about the same outputs in float64 and {str(dtype)[6:]}, got "
+                f"an rms error of {error:.2e} in {name} with eager attention (rms of the largest "
                 f"output: {size:.2e}): does it draw random numbers, or choose between nearly equal "
                 "values? Compare a part of it"
             )
@@ -341,19 +341,19 @@ def _report(
             undefined += int((~reference.isfinite()).sum())
     if any(row.kind == "output" and not row.ok for row in report.rows):
         report.notes.append(
-            "the errors of an output gathered over all layers, and its largest may be a single "
-            "value, at a padded position too: see whether the rms errors agree, or compare what "
-            "is made of the output"
+            "the errors of an output accumulate over all layers, and the largest may occur in a "
+            "single value, even at a padded position: check whether the rms errors agree, or "
+            "compare a result that is computed from the output"
         )
     if vacuous:
         report.notes.append(
             f"{vacuous} outputs or gradients have no finite value with eager attention in float64 "
-            "and are not judged"
+            "and do not affect the verdict"
         )
     if undefined:
         report.notes.append(
             f"{undefined} values of the output are not finite with eager attention in float64 "
-            "(rows that see no key?) and are not compared"
+            "(fully masked rows?) and are not compared"
         )
     return report
 

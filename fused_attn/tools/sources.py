@@ -99,7 +99,7 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
         import transformers
     except ImportError:
         raise ValueError(
-            "a folder needs transformers: pip install 'fused-attn[hf]'; or give module:function"
+            "a folder requires transformers: pip install 'fused-attn[hf]', or pass module:function"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -107,7 +107,7 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
     if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         model = model_class.from_pretrained(folder, local_files_only=True)
     else:
-        notes.append(f"{folder} has no weights: they are random")
+        notes.append(f"{folder} contains no weights: random weights are used")
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         model = model_class.from_config(config)
     model.config.use_cache = False  # a returned cache would be compared as an output
@@ -142,8 +142,8 @@ def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str,
     if wanted - inputs.keys():
         unknown = ", ".join(sorted(wanted - inputs.keys()))
         raise ValueError(
-            f"cannot create the inputs {unknown} of {type(model).__name__}: pass as SOURCE a "
-            "module:function that returns the model and its inputs"
+            f"cannot create the inputs {unknown} of {type(model).__name__}: pass "
+            "module:function as SOURCE, with a function that returns the model and its inputs"
         )
     for prefix in ("", "decoder_"):
         tokens, mask_name = inputs.get(f"{prefix}input_ids"), f"{prefix}attention_mask"

@@ -25,18 +25,18 @@ def exception(backend: str, check: Check, on_gpu: bool) -> str:
     if isinstance(check, AttentionCheck):
         one_key = check.gradients and Shape.parse(check.shape).seqlen_k == 1
         if on_gpu and one_key and check.result == "lse":
-            return "dP - delta of one key is 0 only up to rounding, that of eager exactly 0"
+            return "with one key, dP - delta is 0 only up to rounding, but exactly 0 in eager"
     if not get_backend(backend).wraps_torch:
         return ""
     if check.how == "bits":
         return "torch's generator decides which weights are dropped"
     if check.how == "contract" and getattr(check, "dropout_p", 0.0) > 0.0:
-        return "torch's generator drops other weights than eager attention"
+        return "torch's generator drops different weights than that of eager attention"
     if on_gpu and check.how != "contract" and check.gradients:
-        return "torch's backward adds in any order, unless deterministic algorithms are enforced"
+        return "torch's backward sums in any order, unless deterministic algorithms are enabled"
     if isinstance(check, AttentionCheck):
         if one_key:
-            return "with one key, gradients are 0 up to rounding in torch, exactly 0 in eager"
+            return "with one key, gradients are 0 up to rounding in torch, but exactly 0 in eager"
         if check.poison:
             return "NaN in masked keys may reach the results"
         if "alibi" in check.mask and check.dtype != "float32":

@@ -210,7 +210,7 @@ def against(backend: str) -> list[str]:
     own, device = get_backend(backend), device_of(backend)
     reasons = own.unavailable()
     if device.type == "cuda" and not torch.cuda.is_available():
-        reasons = reasons or ["torch sees no GPU"]
+        reasons = reasons or ["requires a GPU, but torch finds none"]
     # Engines support 16-bit types only.
     dtypes = torch.float32, torch.bfloat16
     against = [own.unsupported(AttentionProblem(device, dtype, 64, 64)) for dtype in dtypes]
@@ -363,7 +363,7 @@ def _judged(probes: Sequence[Check], rounds: int, report: Report, run: Run) -> C
             if trial.too_large:
                 continue
         if trial.refused:
-            return ClassVerdict(False, None, "not to take it")
+            return ClassVerdict(False, None, "unsupported")
         if not trial.ok:
             return ClassVerdict(False, None, WRONG)
         assert trial.speedup is not None

@@ -81,8 +81,8 @@ ALIBI = {"mask": "structured", "band": Band(alibi=True), "bias_dtype": torch.flo
 REFUSED = [
     (FA2, {}, None),
     (FA2, {"mask": "causal", "packed": True}, None),
-    (FA2, {"dtype": torch.float32}, "has no torch.float32"),
-    (FA2, {"dropout": True}, "draws dropout from the engine's generator instead of Philox"),
+    (FA2, {"dtype": torch.float32}, "does not support torch.float32"),
+    (FA2, {"dropout": True}, "draws dropout masks from the engine's generator, not with Philox"),
     (FA2, {"result": "weights"}, "cannot return weights"),
     (FA2, {"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
     (FA2, {"device": torch.device("xpu")}, "runs on cpu, cuda, not on xpu"),
@@ -95,15 +95,15 @@ REFUSED = [
     (FA2, {**ALIBI, "band": Band(alibi=True, alibi_offset=3)},
      "supports ALiBi only if it is aligned with the ends of the sequences"),
     (FA2, {"result": "lse"}, None),
-    (FA2, {"result": "lse", "needs_grad": True}, f"{FA2} ignores the gradient of lse"),
-    (FA3, {"result": "lse", "needs_grad": True}, f"{FA3} ignores the gradient of lse"),
-    (VARLEN, {"result": "lse", "needs_grad": True}, f"{VARLEN} ignores the gradient of lse"),
+    (FA2, {"result": "lse", "needs_grad": True}, f"{FA2} cannot backpropagate through lse"),
+    (FA3, {"result": "lse", "needs_grad": True}, f"{FA3} cannot backpropagate through lse"),
+    (VARLEN, {"result": "lse", "needs_grad": True}, f"{VARLEN} cannot backpropagate through lse"),
     (FA4, {"result": "lse", "needs_grad": True}, None),
     (FA2, {"head_dim": 100, "head_dim_v": 100}, None),
     (FA3, {"head_dim": 100, "head_dim_v": 100},
      f"{FA3} supports head_dim up to 256 in multiples of 8, not 100"),
     (FA2, {"head_dim": 512, "head_dim_v": 512}, f"{FA2} supports head_dim up to 256, not 512"),
-    (FA2, {"head_dim_v": 32}, f"{FA2} needs equal head_dim and head_dim_v, not 64 and 32"),
+    (FA2, {"head_dim_v": 32}, f"{FA2} requires equal head_dim and head_dim_v, not 64 and 32"),
     (FA4, {"head_dim_v": 32}, None),
     (FA4, {"head_dim": 12}, f"{FA4} does not support head_dim 12 with head_dim_v 64"),
     (VARLEN, {"softcap": True}, f"{VARLEN} does not support softcap"),
@@ -149,15 +149,15 @@ def test_masks_that_are_no_bands(install):
 
 def test_norms_and_machines_without_engines(monkeypatch):
     norm = NormProblem(torch.device("cuda"), torch.bfloat16, 8)
-    assert FLASH.opt_in_reasons(norm) == ["has no kernels for norms"]
+    assert FLASH.opt_in_reasons(norm) == ["does not support norms"]
     monkeypatch.setattr(engines, "no_gpu", list)
     monkeypatch.setattr(engines, "_installed", {"flash-attn-4": "4.0.0b10"}.get)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     assert FLASH.unavailable() == [
-        "flash-attn-4 needs version 4.0.0b36, not 4.0.0b10",
+        "flash-attn-4 must be 4.0.0b36 or newer, got 4.0.0b10",
         "flash-attn-3 is not installed",
         "flash-attn is not installed",
-        "torch.nn.attention.varlen needs version 2.13, not 2.12.1+cu130",
+        "torch.nn.attention.varlen must be 2.13 or newer, got 2.12.1+cu130",
     ]
 
 
@@ -177,7 +177,7 @@ def test_gpus(install, monkeypatch, name, capability, taken):
     reasons = FLASH.unsupported(own)
     major, minor = capability
     assert reasons == (
-        [] if taken else [f"{name} has no kernels for compute capability {major}.{minor}"]
+        [] if taken else [f"{name} does not support compute capability {major}.{minor}"]
     )
 
 

@@ -264,14 +264,17 @@ def test_operands_are_cached_by_device():
         ({}, None),
         ({"mask": "bias", "bias_dtype": torch.float32, "learned_bias": True}, None),
         ({"softcap": True, "result": "lse", "needs_grad": True, "packed": True}, None),
-        ({"dropout": True}, "has no dropout"),
-        ({"head_dim": 8, "head_dim_v": 8}, "needs head_dim of at least 16, not 8"),
+        ({"dropout": True}, "does not support dropout"),
+        (
+            {"head_dim": 8, "head_dim_v": 8},
+            "requires head_dim and head_dim_v of at least 16, not 8",
+        ),
         ({"head_dim": 512}, "supports head_dim up to 256, not 512"),
-        ({"dtype": torch.float64}, "has no torch.float64"),
+        ({"dtype": torch.float64}, "does not support torch.float64"),
         ({"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
         ({"result": "weights"}, "cannot return weights"),
         ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
-        ({"device": CPU, "needs_grad": True}, "has no gradients on the CPU"),
+        ({"device": CPU, "needs_grad": True}, "does not support gradients on the CPU"),
         ({"device": CPU, "result": "lse"}, "cannot return lse on the CPU"),
     ],
     ids=str,
@@ -298,7 +301,7 @@ def test_limit_of_compilations(monkeypatch):
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
-    with pytest.warns(UserWarning, match="has compiled 0 kinds of calls"):
+    with pytest.warns(UserWarning, match="has reached its limit of 0 compiled kinds of calls"):
         out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
     assert torch.equal(out, want)
@@ -317,7 +320,7 @@ def test_failed_compilations(monkeypatch):
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
-    with pytest.warns(UserWarning, match="cannot compile a kind of call.*no such kernel"):
+    with pytest.warns(UserWarning, match="cannot compile this kind of call.*no such kernel"):
         out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
     assert torch.equal(out, want)
     with warnings.catch_warnings():

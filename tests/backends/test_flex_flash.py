@@ -43,12 +43,12 @@ def _hopper(monkeypatch):
         ({}, None),
         ({"mask": "structured", "softcap": True, "packed": True, "needs_grad": True}, None),
         ({"result": "lse"}, None),
-        ({"result": "lse", "needs_grad": True}, "has no gradient of lse"),
-        ({"learned_bias": True, "mask": "bias"}, "has no gradient of a bias"),
-        ({"dtype": torch.float32}, "has no torch.float32"),
+        ({"result": "lse", "needs_grad": True}, "cannot backpropagate through lse"),
+        ({"learned_bias": True, "mask": "bias"}, "does not support the gradient of a bias"),
+        ({"dtype": torch.float32}, "does not support torch.float32"),
         ({"head_dim": 20}, "supports head_dim in multiples of 8 up to 128, not 20"),
         ({"head_dim_v": 192}, "supports head_dim_v in multiples of 8 up to 128, not 192"),
-        ({"dropout": True}, "has no dropout"),
+        ({"dropout": True}, "does not support dropout"),
     ],
     ids=str,
 )
@@ -60,7 +60,8 @@ def test_refusals(properties, reason):
 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize(
-    ("capability", "reason"), [((8, 0), "not on capability 8"), ((12, 0), "not on capability 12")]
+    ("capability", "reason"),
+    [((8, 0), "not on compute capability 8.x"), ((12, 0), "not on compute capability 12.x")],
 )
 def test_refuses_other_gpus(capability, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -137,6 +138,6 @@ def test_torch_packs_the_mask(name):
 
 def test_versions_with_a_race_are_refused(monkeypatch):
     monkeypatch.setattr(engines, "_installed", lambda package: "4.0.0b25")
-    missing = "flash-attn-4 needs version 4.0.0b26, not 4.0.0b25"
+    missing = "flash-attn-4 must be 4.0.0b26 or newer, got 4.0.0b25"
     assert missing in get_backend("flex_flash").unavailable()
     assert not BLOCK_SPARSE.versions.contains(flash.MIN_VERSION, prereleases=True)

@@ -236,7 +236,7 @@ def test_refusals():
             fa.scaled_dot_product_attention(q, k, v, backend="sdpa", **options)
 
     refused("does not support softcap", softcap=3.0)
-    refused("has no gradient of lse", return_lse=True)
+    refused("cannot backpropagate through lse", return_lse=True)
     with pytest.raises(NotImplementedError, match="transforms"):
         torch.func.grad(lambda q: fa.scaled_dot_product_attention(q, k, v, backend="sdpa").sum())(q)
 

@@ -49,7 +49,7 @@ def test_lse_on_cuda(is_causal, monkeypatch):
         ({"head_dim": 36, "head_dim_v": 36}, "cannot return lse for head_dim 36 on cuda"),
         ({"head_dim_v": 40}, "cannot return lse if head_dim_v differs from head_dim"),
         ({"dropout": True}, "cannot return lse with dropout"),
-        ({"needs_grad": True}, "has no gradient of lse"),
+        ({"needs_grad": True}, "cannot backpropagate through lse"),
     ],
     ids=str,
 )

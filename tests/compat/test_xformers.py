@@ -368,10 +368,10 @@ def test_no_argument_is_ignored():
         attend(q[:1], k[:1], v[:1], attn_bias.Blocks(blocks.q_seqinfo, blocks.k_seqinfo))
     with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.AttentionBias"):
         attend(q, k, v, attn_bias.AttentionBias())
-    with pytest.raises(ValueError, match="must have batch 1, got"):
+    with pytest.raises(ValueError, match="must have batch size 1, got"):
         attend(q, k, v, blocks)
     with pytest.raises(
-        ValueError, match=r"must have \(9, 15\) rows \(as attn_bias\), got \(5, 5\)"
+        ValueError, match=r"must have \(9, 15\) rows \(like attn_bias\), got \(5, 5\)"
     ):
         attend(q[:1], k[:1], v[:1], blocks)
     with pytest.raises(ValueError, match="3, 4 or 5 dimensions"):

@@ -9,9 +9,9 @@ from processes import Processes
 TIMEOUT = 2.0  # of the process group, in seconds
 
 MISTAKES = {
-    "mask": "attn_mask must be the same on all 4 ranks, got different ones",
-    "mask tensor": "attn_mask must be the same on all 4 ranks, got different ones",
-    "second call": "attn_mask must be the same on all 4 ranks, got different ones",
+    "mask": "attn_mask must be the same on all 4 ranks, got different values",
+    "mask tensor": "attn_mask must be the same on all 4 ranks, got different values",
+    "second call": "attn_mask must be the same on all 4 ranks, got different values",
     "dtype": "dtype must be the same on all 4 ranks, got torch.float16, torch.bfloat16",
     "gradient": "which of query, key and value require grad must be the same on all 4 ranks",
     "seed": "seed must be the same on all 4 ranks, got 0, 1, 0, 0",

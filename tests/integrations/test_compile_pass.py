@@ -293,11 +293,11 @@ def second_factor(q, k, v):
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
+        (weights_too, "not used exactly once"), (classifier, "scores come from relu"),
         (two_products, "differs between keys"), (written_between, "in place"),
         (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
-        (bias_of_more_heads, "more dimensions"), (values_in_float64, "several dtypes"),
-        (filled_with_little, "other than -10000"), (hidden_then_scaled, "masked scores"),
+        (bias_of_more_heads, "more dimensions"), (values_in_float64, "same floating-point dtype"),
+        (filled_with_little, "of at most -10000"), (hidden_then_scaled, "masked scores"),
         (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -224,7 +224,7 @@ def test_packed_sequences_may_be_told_twice():
 @pytest.mark.parametrize("name", DECLINING)
 def test_models_with_their_own_attention_decline(name, calls):
     kind, config = getattr(transformers, name), OWN_ATTENTION[name]
-    with pytest.warns(UserWarning, match=f"{name} runs its own attention"):
+    with pytest.warns(UserWarning, match=f"{name} computes its attention without"):
         model = kind._from_config(copy.deepcopy(config), attn_implementation="fused_attn").eval()
     assert model.config._attn_implementation == "eager"
     own = kind(copy.deepcopy(config)).eval()

@@ -115,7 +115,7 @@ def test_models_that_find_no_implementation_decline():
             return attend(self, x, x, x, None)"""
     space = {"__name__": __name__, "PreTrainedModel": transformers.PreTrainedModel}
     exec(compile(code, "<no file>", "exec"), space)
-    assert unsupported(space["Model"]) == "Model finds only eager attention"
+    assert unsupported(space["Model"]) == "Model always selects eager attention"
 
 
 def test_small_configs_have_a_layer_of_each_kind():

@@ -49,11 +49,11 @@ CASES = {
     ),
     "head_dim": (
         lambda: sdpa(key=torch.randn(2, 4, 7, 9), value=torch.randn(2, 4, 7, 9)),
-        ValueError, "key must have head_dim 8 (as query), got 9",
+        ValueError, "key must have head_dim 8 (like query), got 9",
     ),
     "seqlen_k": (
         lambda: sdpa(value=torch.randn(2, 4, 6, 8)),
-        ValueError, "value must have seqlen_k 7 (as key), got 6",
+        ValueError, "value must have seqlen_k 7 (like key), got 6",
     ),
     "batch": (
         lambda: sdpa(query=torch.randn(3, 4, 5, 8)),
@@ -69,7 +69,7 @@ CASES = {
     ),
     "gqa_value_heads": (
         lambda: sdpa(value=torch.randn(2, 2, 7, 8), enable_gqa=True),
-        ValueError, "value must have num_heads_kv 4 (as key), got 2",
+        ValueError, "value must have num_heads_kv 4 (like key), got 2",
     ),
     "heads_are_lengths": (
         lambda: sdpa(torch.randn(2, 5, 4, 8), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)),
@@ -100,11 +100,11 @@ CASES = {
     ),
     "dtypes_differ": (
         lambda: sdpa(key=K.double()),
-        ValueError, "key must have dtype torch.float32 (as query), got torch.float64",
+        ValueError, "key must have dtype torch.float32 (like query), got torch.float64",
     ),
     "devices_differ": (
         lambda: sdpa(key=K.to("meta"), value=K.to("meta")),
-        ValueError, "key must have device cpu (as query), got meta",
+        ValueError, "key must have device cpu (like query), got meta",
     ),
     "dropout_p": (
         lambda: sdpa(dropout_p=1.5), ValueError, "dropout_p must be in [0, 1], got 1.5",
@@ -155,7 +155,7 @@ CASES = {
     ),
     "mask_device": (
         lambda: sdpa(attn_mask=torch.ones(5, 7, device="meta")),
-        ValueError, "attn_mask must be on cpu (as query), got meta",
+        ValueError, "attn_mask must be on cpu (like query), got meta",
     ),
     "bool_mask_with_gradient": (
         lambda: masks.dense(torch.ones(5, 7, requires_grad=True)),
@@ -212,7 +212,7 @@ CASES = {
     ),
     "lengths_differ": (
         lambda: masks.padding([3, 7], [5]),
-        ValueError, "query_lengths must have shape (2,) (as key_lengths), got (1,)",
+        ValueError, "query_lengths must have shape (2,) (like key_lengths), got (1,)",
     ),
     "no_lengths": (
         lambda: masks.padding(None), TypeError, "key_lengths must be integers, got NoneType",
@@ -297,15 +297,17 @@ CASES = {
         ValueError, "normalized_shape must have at least one dimension, got ()",
     ),
     "large_normalized_shape": (
-        lambda: F.layer_norm(Q, (1 << 70,)), ValueError, "input must end in normalized_shape",
+        lambda: F.layer_norm(Q, (1 << 70,)),
+        ValueError, "input must have a shape that ends with normalized_shape",
     ),
     "float_normalized_shape": (
         lambda: F.layer_norm(Q, (8.0,)),
-        TypeError, "normalized_shape must be ints, got (8.0,)",
+        TypeError, "normalized_shape must contain only ints, got (8.0,)",
     ),
     "normalized_shape": (
         lambda: F.layer_norm(Q, 9),
-        ValueError, "input must end in normalized_shape (9,), got (2, 4, 5, 8)",
+        ValueError, "input must have a shape that ends with normalized_shape (9,), "
+        "got (2, 4, 5, 8)",
     ),
     "weight_shape": (
         lambda: F.layer_norm(Q, 8, torch.ones(7)),
@@ -313,11 +315,11 @@ CASES = {
     ),
     "residual_shape": (
         lambda: F.rms_norm(Q, 8, residual=K),
-        ValueError, "residual must have shape (2, 4, 5, 8) (as input), got (2, 4, 7, 8)",
+        ValueError, "residual must have shape (2, 4, 5, 8) (like input), got (2, 4, 7, 8)",
     ),
     "residual_dtype": (
         lambda: F.rms_norm(Q, 8, residual=Q.double()),
-        ValueError, "residual must have dtype torch.float32 (as input), got torch.float64",
+        ValueError, "residual must have dtype torch.float32 (like input), got torch.float64",
     ),
     "norm_dtype": (
         lambda: F.rms_norm(Q.int(), 8),

@@ -288,7 +288,7 @@ def test_refusals():
         fused_attn.scaled_dot_product_attention(query, query, query, mask)
     with pytest.raises(TypeError, match="mask_mod must be a function, got Tensor"):
         masks.from_mask_mod(torch.ones(3))
-    with pytest.raises(ValueError, match=r"cannot be combined by \|"):
+    with pytest.raises(ValueError, match=r"cannot be combined with \|"):
         masks.causal() | masks.bias(torch.zeros(3, 3))
     with pytest.raises(TypeError):
         masks.causal() | torch.ones(3, 3, dtype=torch.bool)

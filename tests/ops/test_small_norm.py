@@ -69,7 +69,11 @@ def test_views_take_no_other_way(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: F.layer_norm(x, 63), ValueError, "input must end in normalized_shape"),
+        (
+            lambda x: F.layer_norm(x, 63),
+            ValueError,
+            "input must have a shape that ends with normalized_shape",
+        ),
         (lambda x: F.layer_norm(x, ()), ValueError, "at least one dimension"),
         (lambda x: F.layer_norm(x, 64, x[0, :5]), ValueError, "weight must have shape"),
         (lambda x: F.layer_norm(x, 64, "w"), TypeError, "weight must be a tensor, got str"),

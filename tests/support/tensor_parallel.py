@@ -278,14 +278,14 @@ def refusals() -> dict[str, str]:
         "HeadwiseParallel must be applied to fused_attn.nn": lambda: parallelize_module(
             torch.nn.Linear(3, 3), mesh, HeadwiseParallel()
         ),
-        "key must be a DTensor (as query), got a plain tensor": lambda: attend(
+        "key must be a DTensor (like query), got a plain tensor": lambda: attend(
             shard, k, v, enable_gqa=True
         ),
-        "query must be a DTensor (as key), got a Tensor": lambda: attend(q, shard, shard),
-        "query must be a DTensor (as attn_mask), got a Tensor": lambda: attend(
+        "query must be a DTensor (like key), got a Tensor": lambda: attend(q, shard, shard),
+        "query must be a DTensor (like attn_mask), got a Tensor": lambda: attend(
             q, q, q, distribute_tensor(torch.ones(SEQLEN_Q, SEQLEN_Q), mesh, [Replicate()])
         ),
-        "input must be a DTensor (as weight), got a Tensor": lambda: fused_attn.rms_norm(
+        "input must be a DTensor (like weight), got a Tensor": lambda: fused_attn.rms_norm(
             q, HEAD_DIM, distribute_tensor(torch.ones(HEAD_DIM), mesh, [Replicate()])
         ),
     }

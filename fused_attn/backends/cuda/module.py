@@ -62,7 +62,7 @@ def unavailable() -> list[str]:
         return []
     if torch.version.hip is not None:
         return ["runs on NVIDIA GPUs only"]
-    return [] if torch.cuda.is_available() else ["torch sees no GPU"]
+    return [] if torch.cuda.is_available() else ["requires a GPU, but torch finds none"]
 
 
 def run(

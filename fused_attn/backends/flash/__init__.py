@@ -96,11 +96,11 @@ class FlashBackend(EngineBackend):
 
 def _common_refusals(problem: AttentionProblem) -> list[str]:
     """Return the reasons why no engine supports a problem, regardless of its mask."""
-    reasons = [] if problem.dtype in DTYPES else [f"has no {problem.dtype}"]
+    reasons = [] if problem.dtype in DTYPES else [f"does not support {problem.dtype}"]
     if problem.transformed:
         reasons.append("does not support torch.func transforms or forward-mode AD")
     if problem.dropout:
-        reasons.append("draws dropout from the engine's generator instead of Philox")
+        reasons.append("draws dropout masks from the engine's generator, not with Philox")
     if problem.partial:
         reasons.append("cannot return partial results")
     if problem.result == "weights":
@@ -246,7 +246,7 @@ class _FirstOrder(torch.autograd.Function):
         return tuple(None if grad is None else next(failing) for grad in grads)
 
 
-_NO_SECOND_ORDER = 'backend "flash" has no second derivatives: use "eager"'
+_NO_SECOND_ORDER = 'backend "flash" does not support second derivatives: use backend "eager"'
 
 
 def _kernel_files() -> Iterator[Path]:

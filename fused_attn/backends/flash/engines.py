@@ -103,14 +103,14 @@ class Engine:
         if capability is not None:
             low, high = self.min_capability, self.max_capability
             if not low <= capability <= high:
-                reasons.append("has no kernels for compute capability {}.{}".format(*capability))
+                reasons.append("does not support compute capability {}.{}".format(*capability))
         reasons += self.head_dim_refusals(problem, capability)
         if problem.softcap and not self.has_softcap:
             reasons.append("does not support softcap")
         if problem.mask == "structured" and problem.bias_dtype and not self.has_alibi:
             reasons.append("does not support ALiBi")
         if problem.result == "lse" and problem.needs_grad and not self.has_lse_gradient:
-            reasons.append("ignores the gradient of lse")
+            reasons.append("cannot backpropagate through lse")
         if self.limits_right_side and _exceeds_limit(problem, plan):
             reasons.append("clamps the right window size to seqlen_k, which changes this mask")
         for feature in _features_of(problem, plan):
@@ -124,7 +124,7 @@ class Engine:
         """Return the reasons why this engine does not support the head dimensions."""
         size, size_v = problem.head_dim, problem.head_dim_v
         if size != size_v:
-            return [f"needs equal head_dim and head_dim_v, not {size} and {size_v}"]
+            return [f"requires equal head_dim and head_dim_v, not {size} and {size_v}"]
         multiple = self.head_dim_multiple
         if not 1 <= size <= 256 or size % multiple:
             step = "" if multiple == 1 else f" in multiples of {multiple}"
@@ -280,7 +280,7 @@ def masked_lse(lse: Tensor) -> Tensor:
 def no_gpu() -> list[str]:
     """Return the reason why no engine can run on this machine; empty with an NVIDIA GPU."""
     has_gpu = torch.version.hip is None and torch.cuda.is_available()
-    return [] if has_gpu else ["needs an NVIDIA GPU"]
+    return [] if has_gpu else ["requires an NVIDIA GPU"]
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -318,7 +318,7 @@ def missing(name: str, min_version: str) -> list[str]:
     if version is None:
         return [f"{name} is not installed"]
     if Version(version) < Version(min_version):
-        return [f"{name} needs version {min_version}, not {version}"]
+        return [f"{name} must be {min_version} or newer, got {version}"]
     return []
 
 

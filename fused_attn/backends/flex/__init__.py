@@ -55,7 +55,7 @@ def _missing_features() -> list[str]:
     text = source.read_text("utf-8") if source.exists() else ""
     features = {"AuxRequest": "class AuxRequest", "kernel_options BACKEND": "BACKEND: NotRequired"}
     return [
-        f"needs FlexAttention with {name}, which torch {torch.__version__} lacks"
+        f"requires FlexAttention with {name}, which torch {torch.__version__} lacks"
         for name, definition in features.items()
         if definition not in text
     ]
@@ -77,9 +77,9 @@ class FlexBackend(EngineBackend):
 
     def fallback_warning(self, device_type: str) -> str | None:
         return (
-            "fused_attn computes attention with a large score matrix with FlexAttention (backend "
-            '"flex"), because no other torch kernel supports the call. FlexAttention compiles a '
-            "kernel for each kind of call, which can take minutes"
+            "fused_attn runs attention calls with large score matrices on FlexAttention (backend "
+            '"flex"), because no other torch kernel supports them. FlexAttention compiles a kernel '
+            "for each kind of call, which can take minutes"
         )
 
     def verifying(self) -> AbstractContextManager[None]:
@@ -100,15 +100,17 @@ class FlexBackend(EngineBackend):
         elif device != "cpu":
             reasons += _no_triton(problem.device)
         elif problem.needs_grad:
-            reasons.append("has no gradients on the CPU")
+            reasons.append("does not support gradients on the CPU")
         elif problem.result == "lse":
             reasons.append("cannot return lse on the CPU")
         reasons += kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
         if min(problem.head_dim, problem.head_dim_v) < MIN_HEAD_DIM:
             small = min(problem.head_dim, problem.head_dim_v)
-            reasons.append(f"needs head_dim of at least {MIN_HEAD_DIM}, not {small}")
+            reasons.append(
+                f"requires head_dim and head_dim_v of at least {MIN_HEAD_DIM}, not {small}"
+            )
         if problem.dropout:
-            reasons.append("has no dropout")
+            reasons.append("does not support dropout")
         if problem.partial:
             reasons.append("cannot return partial results")
         if problem.result == "weights":

@@ -70,7 +70,7 @@ def run(
         NotImplementedError: the variant cannot be compiled, during `verifying`.
     """
     if at_limit(variant):
-        _fall_back(f"has compiled {MAX_VARIANTS} kinds of calls")
+        _fall_back(f"has reached its limit of {MAX_VARIANTS} compiled kinds of calls")
         return None
     function = _functions.get(variant)
     if function is None and variant in _functions:
@@ -83,7 +83,7 @@ def run(
         return _first_run(variant, query, key, value, operands)
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         _functions[variant] = None
-        _fall_back(f"cannot compile a kind of call ({error})")
+        _fall_back(f"cannot compile this kind of call ({error})")
         return None
 
 
@@ -91,7 +91,7 @@ def _fall_back(reason: str) -> None:
     """Warn that a call runs on eager attention; during `verifying`, refuse the call instead."""
     if _verifying:
         raise NotImplementedError(reason)
-    text = f'backend "flex" {reason}, so such calls run on eager attention'
+    text = f'backend "flex" {reason}, so calls of this kind run on eager attention'
     warnings.warn(text, stacklevel=3)
 
 

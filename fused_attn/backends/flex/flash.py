@@ -42,20 +42,21 @@ class FlexFlashBackend(FlexBackend):
         if torch.cuda.is_available():
             major = torch.cuda.get_device_capability(problem.device)[0]
             if major not in (HOPPER, *BLACKWELL):
-                reasons.append(f"runs on Hopper and Blackwell, not on capability {major}")
+                reasons.append(f"runs on Hopper and Blackwell, not on compute capability {major}.x")
         if problem.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"has no {problem.dtype}")
+            reasons.append(f"does not support {problem.dtype}")
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
         for name, size in sizes.items():
             if size % 8 or size > MAX_HEAD_DIM:
                 most = f"in multiples of 8 up to {MAX_HEAD_DIM}"
                 reasons.append(f"supports {name} {most}, not {size}")
         if problem.learned_bias:
-            reasons.append("has no gradient of a bias")
+            reasons.append("does not support the gradient of a bias")
         if problem.result == "lse" and problem.needs_grad:
-            reasons.append("has no gradient of lse")  # torch 2.13; 2.14 has it on some GPUs
+            # torch 2.13; 2.14 has it on some GPUs
+            reasons.append("cannot backpropagate through lse")
         if problem.needs_grad and torch.are_deterministic_algorithms_enabled():
-            reasons.append("has no deterministic backward")
+            reasons.append("does not support a deterministic backward")
         return reasons
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class TritonBackend(Backend):
         if not HAS_TRITON:
             return ["triton is not installed"]
         if not torch.cuda.is_available() and not interpreted():
-            return ["torch sees no GPU"]
+            return ["requires a GPU, but torch finds none"]
         return []
 
     def unsupported(self, problem: Problem) -> list[str]:

@@ -58,10 +58,10 @@ def common_of(
             if value is not None and value is not False and not (type(value) is int and value == 0):
                 raise NotImplementedError(f"{function} of fused_attn does not support {name}")
         elif name not in _HINTS:
-            raise TypeError(f"{function} has no argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     if deterministic and not query.is_cpu and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
-            "deterministic=True needs torch.use_deterministic_algorithms(True) on GPUs, where "
+            "deterministic=True requires torch.use_deterministic_algorithms(True) on GPUs, because "
             "torch's kernels may compute the call"
         )
     return {

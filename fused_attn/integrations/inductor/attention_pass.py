@@ -107,7 +107,7 @@ def _try(attention: Attention) -> None:
     except (ValueError, TypeError, RuntimeError) as error:
         raise NotFusedError(f"the fused function refuses it: {error}") from error
     if got.shape != want.shape:  # dtypes may differ here, because autocast is off
-        raise NotFusedError(f"the result would have shape {tuple(got.shape)}")
+        raise NotFusedError(f"the fused result would have another shape, {tuple(got.shape)}")
 
 
 def _erase(graph: Graph, node: Node) -> None:

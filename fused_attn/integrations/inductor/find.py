@@ -122,12 +122,12 @@ class _Search:
             go_up(node.args[0], node)
             method = str(node.target) if node.op == "call_method" else name
             if node.kwargs:
-                raise NotFusedError(f"scores come from {method} with named arguments")
+                raise NotFusedError(f"scores come from {method} with keyword arguments")
             self.steps.append(("reshape", method, tuple(node.args[1:])))
         elif name == "tanh":
             go_up(node.args[0], node)
             if not all(step[0] == "multiply" for step in self.steps):
-                raise NotFusedError("tanh of scores with a mask")
+                raise NotFusedError("tanh is applied to masked or biased scores")
             self.steps.append(("tanh",))
         elif name in ("mul", "div", "add", "sub"):
             self._arithmetic(name, node, go_up)
@@ -142,7 +142,7 @@ class _Search:
 
     def _arithmetic(self, name: str, node: Node, go_up: Callable[[Any, Node], None]) -> None:
         if node.kwargs or len(node.args) != 2:
-            raise NotFusedError(f"scores come from {_shown(node)} with more arguments")
+            raise NotFusedError(f"scores come from {_shown(node)} with additional arguments")
         scores, other = node.args
         if name in ("mul", "add") and not self._is_scores(scores, node):
             scores, other = other, scores
@@ -169,7 +169,7 @@ class _Search:
         if numbers:
             raise NotFusedError("masked scores are multiplied by a tensor")
         if ("tanh",) in self.steps:
-            raise NotFusedError("tanh of scores that are scaled by an unknown number")
+            raise NotFusedError("tanh of scores is multiplied by a factor that is not a constant")
         shape = shape_of(other)
         number = isinstance(other, Node) and isinstance(other.meta.get("example_value"), SymFloat)
         if not number and (shape is None or (len(shape) > 0 and shape[-1] != 1)):
@@ -197,18 +197,18 @@ class _Search:
         number = _constant(value)
         if number is None or number > MASK_THRESHOLD:
             raise NotFusedError(
-                f"scores are replaced by something other than {MASK_THRESHOLD:g} or less"
+                f"masked scores are not replaced by a number of at most {MASK_THRESHOLD:g}"
             )
         self.steps.append((kind, mask, number))
 
     def _add_baddbmm(self, node: Node) -> None:
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            raise NotFusedError("baddbmm with factors that are not numbers")
+            raise NotFusedError("beta or alpha of baddbmm is not a number")
         self.steps.append(("multiply", float(alpha)))
         if beta:
             if beta != 1:
-                raise NotFusedError("baddbmm with a factor for the added tensor")
+                raise NotFusedError("beta of baddbmm is neither 0 nor 1")
             self.steps.append(("add", node.args[0]))
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
@@ -227,13 +227,13 @@ class _Search:
         while True:
             users = _live_users(node)
             if len(users) != 1:
-                raise NotFusedError("weights are used elsewhere too, or nowhere")
+                raise NotFusedError("weights are not used exactly once")
             (user,) = users
             name = op_of(user)
             if name in ("matmul", "einsum"):
                 return user
             if not user.args or user.args[0] is not node or in_place(user):
-                raise NotFusedError(f"weights go to {_shown(user)}")
+                raise NotFusedError(f"weights are passed to {_shown(user)}")
             if name in RESHAPES and not user.kwargs:
                 method = str(user.target) if user.op == "call_method" else name
                 self.steps.append(("reshape", method, tuple(user.args[1:])))
@@ -244,7 +244,7 @@ class _Search:
             elif name == "nan_to_num":
                 self._without_nan()
             elif name != "cast":
-                raise NotFusedError(f"weights go to {_shown(user)}")
+                raise NotFusedError(f"weights are passed to {_shown(user)}")
             self.chain.append(user)
             node = user
 
@@ -253,7 +253,7 @@ class _Search:
         p = argument(node, 1, "p", 0.5)
         training = argument(node, 2, "training" if functional else "train", True)
         if not isinstance(training, bool) or not isinstance(p, (int, float)) or self.dropout_p:
-            raise NotFusedError("dropout with a probability that is not a number")
+            raise NotFusedError("dropout is applied twice, or its arguments are not constants")
         self.dropout_p = float(p) if training else 0.0
 
     def _zero_rows(self, node: Node) -> None:
@@ -277,7 +277,7 @@ class _Search:
         0 for these rows anyway.
         """
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
-            raise NotFusedError("nan_to_num after a mask of finite numbers")
+            raise NotFusedError("nan_to_num follows a mask with finite values")
 
     # ---- requirements of the fused function
 
@@ -285,7 +285,7 @@ class _Search:
         tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]
         dtypes = {None if t is None else t.dtype for t in tensors}
         if len(dtypes) != 1 or None in dtypes or not dtypes.pop().is_floating_point:  # type: ignore[union-attr]
-            raise NotFusedError("query, key and value have several dtypes")
+            raise NotFusedError("query, key and value do not have the same floating-point dtype")
         if any(t is None or t.dim() < 3 for t in tensors):
             raise NotFusedError("query, key or value has fewer than 3 dimensions")
         result, weights = tensor_of(output), tensor_of(self.softmax)
@@ -297,7 +297,7 @@ class _Search:
         limits = small_calls.limits
         most = limits.compiled_training if needs_grad else limits.compiled_forward
         if result.is_cpu and _multiply_adds(product) <= most:
-            raise NotFusedError("small: the code that Inductor generates is faster")
+            raise NotFusedError("the call is small: the code that Inductor generates is faster")
         if operands_of(output)[0] is not self.chain[-1]:
             raise NotFusedError("weights are the second factor of the product with values")
         inside, derived, node = {*self.chain, output}, {product}, product.next
@@ -337,7 +337,7 @@ def values_of(output: Node) -> Any:
     """Return the value operand of weights @ value."""
     operands = operands_of(output)
     if len(operands) != 2:
-        raise NotFusedError("weights go to a product of several tensors")
+        raise NotFusedError("weights are passed to a product of several tensors")
     return operands[1]
 
 
@@ -367,7 +367,7 @@ def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
         return None, None
     arranged = einsums.output_of(*_einsum_of(output))
     if arranged is None:
-        raise NotFusedError(f"weights go to einsum {output.args[0]!r}")
+        raise NotFusedError(f"weights are passed to einsum {output.args[0]!r}")
     return arranged
 
 

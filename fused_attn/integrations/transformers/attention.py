@@ -84,8 +84,8 @@ def attention_forward(
     """
     if output_attentions:
         warnings.warn(
-            "fused_attn never materializes the weights, so output_attentions=True returns none; "
-            'use model.set_attn_implementation("eager") to get them',
+            "fused_attn never materializes the weights, so output_attentions=True returns None in "
+            'their place; use model.set_attn_implementation("eager") to get them',
             stacklevel=2,
         )
     _refuse(kwargs)

@@ -191,8 +191,8 @@ def mask_of_tensor(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
     lengths = (query.shape[2], key.shape[2])
     if isinstance(content, Mask) and mask.shape[2:] != lengths:
         raise ValueError(
-            f"attention_mask must have shape (batch, 1, {lengths[0]}, {lengths[1]}) (as query and "
-            f"key), got {tuple(mask.shape)}"
+            f"attention_mask must have shape (batch, 1, {lengths[0]}, {lengths[1]}) (like query "
+            f"and key), got {tuple(mask.shape)}"
         )
     return content
 

@@ -55,7 +55,7 @@ def register() -> None:
         reason = unsupported(self) if requested_attention == NAME else None
         if reason is not None:
             kind = type(self).__name__
-            warnings.warn(f"{kind} runs its own attention, not {NAME}: {reason}", stacklevel=2)
+            warnings.warn(f"{kind} computes its attention without {NAME}: {reason}", stacklevel=2)
             current = self.config._attn_implementation
             requested_attention = None if current == NAME else current
         return check(self, requested_attention, *args, **kwargs)
@@ -84,8 +84,8 @@ def _allow_generate_batch(library: Any) -> None:
         elif not model._supports_flash_attn:
             raise NotImplementedError(
                 f"fused_attn does not support {type(model).__name__} in continuous batching, "
-                "which passes lengths instead of masks: like flash-attn, it needs a model whose "
-                "attention does not depend on masks; use generate"
+                "which passes lengths instead of masks: as with flash-attn, the attention of the "
+                "model must not depend on masks; use generate"
             )
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
@@ -120,7 +120,7 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
                 return f"{part.__name__} selects its attention by name from {', '.join(table)}"
         if _INTERFACE in names:
             if any(map(_resolves_to_eager, methods_of(part))):
-                return f"{part.__name__} finds only eager attention"
+                return f"{part.__name__} always selects eager attention"
             keywords = keywords_in(part)
             for argument, meaning in REFUSED.items():
                 if argument in keywords:

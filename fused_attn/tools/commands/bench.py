@@ -97,7 +97,7 @@ def _listed(text: str) -> list[str]:
 def _dtypes(text: str) -> list[str]:
     for name in _listed(text):
         if name not in DTYPES:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(DTYPES)}, got {name!r}")
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(DTYPES)}, got {name!r}")
     return _listed(text)
 
 

@@ -86,7 +86,7 @@ def _attention(
     if op is not None:
         raise NotImplementedError(f"op must be None (see fused_attn.use_backend), got {op}")
     if output_dtype not in (None, query.dtype):
-        expected = f"{query.dtype} (as query)"
+        expected = f"{query.dtype} (like query)"
         raise NotImplementedError(f"output_dtype must be {expected}, got {output_dtype}")
     q, k, v = _four_dims(query, key, value)
     options: dict[str, Any] = {"scale": scale, "return_lse": return_lse}
@@ -133,7 +133,7 @@ def _mask_of(attn_bias: Bias, query: Tensor) -> Tensor | Mask | None:
     bias = getattr(attn_bias, "bias", attn_bias)
     if isinstance(bias, Tensor):
         if not bias.is_floating_point() or bias.dim() != query.dim():
-            expected = f"a float tensor with {query.dim()} dimensions (as query)"
+            expected = f"a float tensor with {query.dim()} dimensions (like query)"
             raise ValueError(f"attn_bias must be {expected}, got {bias.dtype}, {tuple(bias.shape)}")
         if query.dim() == 3:
             bias = bias[:, None]
@@ -182,7 +182,7 @@ def _packed(
     _check_kind(blocks)
     if not len(query) == len(key) == len(value) == 1:
         got = f"{len(query)}, {len(key)}, {len(value)}"
-        raise ValueError(f"query, key and value must have batch 1, got {got}")
+        raise ValueError(f"query, key and value must have batch size 1, got {got}")
     blocks.check_rows(query.shape[1], key.shape[1])
     queries, keys = blocks.q_seqinfo, blocks.k_seqinfo
     longest, batch = queries.max_seqlen, len(queries.seqlen_py)

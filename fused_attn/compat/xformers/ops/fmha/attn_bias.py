@@ -147,7 +147,7 @@ class Blocks(AttentionBias):
         counts = len(self.q_seqinfo.seqlen_py), len(self.k_seqinfo.seqlen_py)
         if counts[0] != counts[1]:
             raise ValueError(
-                f"kv_seqlen must have {counts[0]} elements (as q_seqlen), got {counts[1]}"
+                f"kv_seqlen must have {counts[0]} elements (like q_seqlen), got {counts[1]}"
             )
 
     def to(self, device: Device) -> Any:
@@ -188,7 +188,9 @@ class Blocks(AttentionBias):
         keys = rows[1] if self.block_tables is not None else self.k_seqinfo.seqstart_py[-1]
         expected = self.q_seqinfo.seqstart_py[-1], keys
         if rows != expected:
-            raise ValueError(f"query and key must have {expected} rows (as attn_bias), got {rows}")
+            raise ValueError(
+                f"query and key must have {expected} rows (like attn_bias), got {rows}"
+            )
 
     def _visible(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         self.check_rows(seqlen_q, seqlen_k)
@@ -241,7 +243,9 @@ class BlockDiagonalMask(Blocks):
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the list of tensors from a packed tensor, (1, total, ...)."""
         if self.q_seqinfo is not self.k_seqinfo:
-            raise ValueError("split needs equal lengths: use split_queries or split_kv")
+            raise ValueError(
+                "split requires queries and keys of equal lengths: use split_queries or split_kv"
+            )
         return self.split_queries(tensor)
 
     def _as(self, kind: type[T], window_size: int = 0) -> T:

@@ -110,5 +110,5 @@ def test_rows_are_those_of_tuning():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would tune")
 def test_without_a_gpu():
-    with pytest.raises(SystemExit, match="no GPU"):
+    with pytest.raises(SystemExit, match="requires a GPU"):
         tune.main([])

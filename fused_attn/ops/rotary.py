@@ -1,6 +1,6 @@
 """Rotary position embedding: pairs of dimensions are rotated, forward and backward in one pass.
 
-torch's operations need six passes over the tensor. As in ops/activation.py, the function is not
+torch's operations need several passes over the tensor. As in ops/activation.py, the function is not
 registered in torch.library: intercepted calls use torch's operations, which compilers can fuse.
 """
 
@@ -95,10 +95,18 @@ def rotate(input: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tens
     Args:
         out: tensor for the result, in a call without gradients.
     """
+    rotated = rotate_by_kernel(input, rotation, out)
+    if rotated is not None:
+        return rotated
+    rotated = rotate_by_torch(input, rotation)
+    return rotated if out is None else out.copy_(rotated)
+
+
+def rotate_by_kernel(input: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor | None:
+    """Compute `rotate`, or return None if no kernel supports the call."""
     backend = _backend_of(input, rotation)
     if backend is None:
-        rotated = rotate_by_torch(input, rotation)
-        return rotated if out is None else out.copy_(rotated)
+        return None
     if needs_grad(input):
         if rotation.positions is not None:  # checked values, which nobody else can change
             rotation = rotation._replace(positions=rotation.positions.clone())
@@ -136,11 +144,6 @@ def rotate_by_torch(input: Tensor, rotation: Rotation, backward: bool = False) -
     part = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     part = part.to(input.dtype)
     return torch.cat([part, rest], -1) if rest.shape[-1] > 0 else part
-
-
-def runs_kernel(input: Tensor, rotation: Rotation) -> bool:
-    """Return True if a kernel computes `rotate`, and not torch's operations."""
-    return _backend_of(input, rotation) is not None
 
 
 def _backend_of(input: Tensor, rotation: Rotation) -> Backend | None:

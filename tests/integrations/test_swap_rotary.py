@@ -46,8 +46,14 @@ class LastHiddenState(torch.nn.Module):
 @pytest.fixture
 def rotations(monkeypatch):
     """Return a list to which each fused rotation appends the shape of its tensor."""
-    seen, rotate = [], rotary.rotate
-    monkeypatch.setattr(rotary, "rotate", lambda x, r: seen.append(x.shape) or rotate(x, r))
+    seen, rotate = [], rotary.rotate_by_kernel
+
+    def recorded(x, rotation):
+        rotated = rotate(x, rotation)
+        seen.extend([] if rotated is None else [x.shape])
+        return rotated
+
+    monkeypatch.setattr(rotary, "rotate_by_kernel", recorded)
     return seen
 
 

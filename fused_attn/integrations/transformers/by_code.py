@@ -39,10 +39,9 @@ _registering = threading.Lock()
 def register(model: Module) -> None:
     """Register fused replacements for the transformers classes in `model` with known code."""
     with _registering:
-        for module in model.modules():
-            for cls in type(module).__mro__:
-                if _is_candidate(cls) and _is_new(cls):
-                    _replace(cls)
+        for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+            if _is_candidate(cls) and _is_new(cls):
+                _replace(cls)
 
 
 def _is_new(source: type[Module]) -> bool:

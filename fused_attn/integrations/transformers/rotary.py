@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn.nn._from_torch import FromTorch
-from fused_attn.ops.rotary import Rotation, rotate, runs_kernel
+from fused_attn.ops.rotary import Rotation, rotate_by_kernel
 
 # Modules under transformers.models whose apply_rotary_pos_emb differ in code, and whether a pair is
 # two neighboring dimensions. All compute x * cos + rotate_half(x) * sin for the first dimensions.
@@ -112,12 +112,13 @@ def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[...
             return original(*args, **kwargs)
         *tensors, cos, sin = args
         rotation = Rotation(cos, sin, None, interleaved, per_dimension=True)
-        if not all(runs_kernel(x, rotation) for x in tensors):
-            return original(*args, **kwargs)
-        results = tuple(
-            rotate(x.transpose(1, heads), rotation).transpose(1, heads) for x in tensors
-        )
-        return results if count > 1 else results[0]
+        results = []
+        for x in tensors:
+            rotated = rotate_by_kernel(x.transpose(1, heads), rotation)
+            if rotated is None:
+                return original(*args, **kwargs)
+            results.append(rotated.transpose(1, heads))
+        return tuple(results) if count > 1 else results[0]
 
     return apply_rotary_pos_emb
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every supported GPU, without spills."""
+"""Every Triton kernel compiles for every supported GPU, within limits on register spills."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ CORE = {
 
 @pytest.mark.parametrize(("arch", "dtype", "head_dim", "name"), thorough(GRID, CORE), ids=str)
 def test_attention(arch, dtype, head_dim, name):
-    """Kernels compile for each width, type and mask code path."""
+    """Attention kernels compile for each architecture, dtype, head_dim and mask code path."""
     check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
 
 
@@ -167,7 +167,7 @@ def test_options(options, arch):
 
 
 def test_lengths_do_not_compile_kernels_anew():
-    """A growing cache and batches of any length reuse compiled kernels."""
+    """Calls of different lengths, as with a growing KV cache, reuse the compiled kernels."""
     served: dict[str, set[str]] = {}
     for seqlen_q, seqlen_k in (
         (1, 1),

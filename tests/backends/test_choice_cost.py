@@ -1,4 +1,4 @@
-"""The choice of a backend is cached for every problem, including those that kernels refuse."""
+"""The choice of a backend is cached, so that repeated calls do not repeat its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.addaudithook(note)  # a hook cannot be removed, so there is one for the modu
 @pytest.mark.parametrize("head_dim", [64, 264, 512])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
-    """Choosing a backend reads no package metadata, with any head_dim."""
+    """A repeated call accesses no files, such as package metadata, whatever its head_dim."""
     query = torch.randn(1, 2, 4, head_dim, requires_grad=requires_grad)
 
     def call():

@@ -1,4 +1,4 @@
-"""Calls of the CUDA backend: the kernels that they launch, and cached masks."""
+"""Calls to the CUDA backend: launched kernels, cached masks, alignment and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def kernels_of(call):
     ids=["padding", "documents", "key_mask"],
 )
 def test_cached_masks(mask):
-    """Later calls reuse the id ranges and tile summaries that a Mask caches."""
+    """A call on a mask with cached id ranges or tile summaries gives the result of a fresh mask."""
     F.scaled_dot_product_attention(*qkv(), mask)
     tensors = qkv()
     got = F.scaled_dot_product_attention(*tensors, mask)
@@ -67,7 +67,7 @@ def test_kernel_by_number_of_queries(seqlen_q, kernel):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the report's tensors are on the CPU")
 def test_report_of_launches(monkeypatch):
-    """`make cuda-report` lists launches without a GPU."""
+    """Without a GPU, the report of `make cuda-report` lists attention and norm kernels."""
     pytest.importorskip("triton", reason="reason: its table is that of Triton's tools")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import cuda_report
@@ -80,7 +80,7 @@ def test_report_of_launches(monkeypatch):
 
 
 def test_tensors_that_begin_elsewhere():
-    """A tensor that is not aligned to 16 bytes gives equal results."""
+    """A query that is not aligned to 16 bytes gives the same output as an aligned one."""
     query, key, value = qkv()
     want = F.scaled_dot_product_attention(query, key, value)
     moved = torch.empty(query.numel() + 1, dtype=query.dtype, device=DEVICE)[1:].view_as(query)

@@ -87,7 +87,7 @@ template __global__ void toy_kernel<float, 8, true>(const float*, float*);
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_report(blocks, tmp_path):
-    """The report finds names, spills and the number of blocks per multiprocessor."""
+    """The report gives a kernel's arguments, registers, spills and blocks per multiprocessor."""
     file = tmp_path / "toy.cu"
     file.write_text(SPILLING.format(blocks=blocks))
     kernels = compiled_kernels(compile_for("80", file))

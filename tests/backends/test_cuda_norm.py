@@ -1,4 +1,7 @@
-"""CUDA norms of shapes that test_norm.py does not cover: several rounds, wide and odd rows."""
+"""CUDA norms of shapes that test_norm.py does not cover.
+
+Blocks process several rounds of rows, and rows are wide, misaligned or of odd sizes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
 
 
 def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """Gradients are within the contract if there are more partial sums (35) than warps (32)."""
+    """Norms are within the numerics contract with more partial sums (35) than warps (32)."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -49,7 +52,7 @@ def test_16_bit_row_in_stretches():
 
 @pytest.mark.parametrize("columns", [12304, 6401])
 def test_cancellation_over_stretches(columns):
-    """Norms are within the contract if the mean of a row's first chunk is far from the row's."""
+    """Norms are within the numerics contract if a row's first chunk has a very different mean."""
     noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
     tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -73,7 +76,7 @@ def test_tensors_off_16_bytes(dtype):
 
 @pytest.mark.parametrize("columns", [7, 24, 700, 4096, 12304])
 def test_bad_rows_stay_where_they_are(columns):
-    """NaN and infinity in a row do not reach its neighbors in a warp or block."""
+    """Rows with NaN or infinity become NaN; other rows of the same warp or block do not change."""
     generator = torch.Generator().manual_seed(2)
     clean = torch.randn(6, columns, generator=generator)
     bad = clean.clone()

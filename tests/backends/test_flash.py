@@ -1,7 +1,7 @@
-"""Backend "flash": masks as windows and sequences, on stand-ins for the engines.
+"""Backend "flash", with stand-ins for its engines: random calls and the order of the engines.
 
-tests/support/flash_models.py has the signatures and the semantics of the engines, which do not run
-without a GPU. Nothing here measures their numerics.
+The stand-ins in tests/support/flash_models.py have the signatures and semantics of the engines,
+which require a GPU. These tests do not check the engines' numerics.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_random_problems(install, name):
 
 
 def test_order_of_preference(install):
-    """The first installed engine that supports the problem runs."""
+    """The first installed engine that supports the call computes it."""
     query = torch.randn(1, 2, 20, 16, dtype=torch.float64)
 
     def run(*names, **options):

@@ -1,4 +1,4 @@
-"""Backend "flash": the arguments that the engines receive, and options of the calls."""
+"""Backend "flash": the arguments passed to the engines, call options, and torch.compile."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_key_is_visible(install):
 
 
 def test_rows_stay_in_place(install):
-    """Padded rows stay in place as separate sequences, whose cu_seqlens the mask caches."""
+    """Rows are not copied: padding becomes separate sequences in cu_seqlens, cached by the mask."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
@@ -174,7 +174,7 @@ def test_second_derivatives_are_an_error(install):
 
 
 def test_sinks(install):
-    """Sinks are applied to out and lse after the engine."""
+    """Attention sinks are supported: the engine runs once, and its output is rescaled."""
     install("flash-attn")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (3, 9))
     got, wanted = (
@@ -216,7 +216,7 @@ def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_graph(install, monkeypatch, dynamic):
-    """Masks with lengths compile with fullgraph=True, forward and backward."""
+    """Calls with lengths compile with fullgraph=True; out and gradient match eager attention."""
     install("flash-attn")
     module = flash_models.MODULES["flash-attn"]
     monkeypatch.setattr(module, "flash_attn_varlen_func", traceable_varlen)

@@ -48,7 +48,10 @@ def decoding(number, name):
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
 def test_decoding(install, name):
-    """Decoding gives the reference's results, by flash-attn 2's cache function or by a forward."""
+    """Decoding matches the eager reference.
+
+    Each step runs flash-attn 2's KV-cache function, or the plain forward of an engine.
+    """
     install(name)
     count = taken = 0
     for number in range(60):

@@ -129,7 +129,10 @@ def test_refusals(install, name, properties, reason):
 
 
 def test_masks_that_are_no_bands(install):
-    """Prefixes, documents, and mixed alignments with lengths are refused, with a message."""
+    """Masks that are not a single band with lengths are refused, with a message.
+
+    These are prefixes, documents, two alignments with padding, and padding of packed sequences.
+    """
     install(*ENGINES)
     query = torch.randn(2, 2, 8, 16, dtype=torch.float64)
     lengths = masks.padding([3, 8])
@@ -190,7 +193,10 @@ def test_gpus(install, monkeypatch, name, capability, taken):
     ],
 )  # fmt: skip
 def test_denylist(install, monkeypatch, capability, sizes, mask, number):
-    """flash-attn-4 is refused with gradients if it has a known defect; its forward is used."""
+    """Calls for which flash-attn-4's backward has a known bug are refused if they need gradients.
+
+    Forward-only calls are accepted.
+    """
     known = denylist.DEFECTS
     monkeypatch.undo()
     monkeypatch.setattr(engines, "no_gpu", list)
@@ -210,7 +216,7 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
 
 
 def test_selected_by_name_only():
-    """The backend is opt-in until verified; its hash includes the versions of the engines."""
+    """The backend is opt-in without a verdict; its verdict depends on engines.py and plan.py."""
     assert "flash" not in fused_attn.available_backends() or torch.cuda.is_available()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
     assert FLASH.opt_in_reasons(there)

@@ -73,7 +73,7 @@ def at_each_position(function, shape):
 
 @pytest.mark.parametrize("start", range(0, 1000, 200))
 def test_masks_position_by_position(start):
-    """For 1,000 random masks, mask_mod and score_mod equal the dense mask and the bias."""
+    """At each position, mask_mod and score_mod of 1,000 masks match the dense mask and bias."""
     for number in range(start, start + 200):
         call = problem(number)
         variant, operands = variant_of(call, False)
@@ -120,7 +120,7 @@ def by_eager_op(monkeypatch):
 @pytest.mark.usefixtures("by_eager_op")
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(name):
-    """Out, lse and the gradients of both are within the numerics contract."""
+    """For every mask, out, lse and their gradients are within the numerics contract."""
     shape = 2, 4, 2, 45, 53, 16
     mask = MASKS[name](*shape[:2], *shape[3:5])
     function = attention(mask, enable_gqa=True)
@@ -141,7 +141,7 @@ BIASES = [(1, 4, 45, 53), (2, 1, 1, 53), (45, 1), (1, 1, 1, 1)]
     ids=str,
 )
 def test_learned_bias(sizes, dtype):
-    """The gradient of a bias has its broadcast shape, with softcap and a structured mask."""
+    """Gradients of broadcast biases are within the numerics contract, with softcap and a mask."""
     shape = 2, 4, 2, 45, 53, 16
     mask = masks.causal("bottom_right") & masks.padding([53, 20])
     function = attention(mask, enable_gqa=True, softcap=3.0, scale=0.4)
@@ -151,7 +151,7 @@ def test_learned_bias(sizes, dtype):
 
 @pytest.mark.usefixtures("by_eager_op")
 def test_packed_sequences():
-    """Packed sequences are within the contract, with lse, a learned bias and ALiBi."""
+    """Packed sequences are within the numerics contract, with lse, a learned bias and ALiBi."""
     lengths = torch.tensor([20, 0, 33, 7])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     mask = masks.causal() & masks.alibi(torch.rand(4, 4, generator=torch.Generator()))
@@ -183,7 +183,7 @@ COMPILED = {
 @pytest.mark.sampled("documents are there", name=["window_padding", "dense_bias"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forward(name, monkeypatch):
-    """Inductor's CPU kernel is right, skips blocks, and is not recompiled for other values."""
+    """Inductor's CPU kernel matches the reference, skips unlisted blocks, and is compiled once."""
     query, key, value = (t.detach() for t in random_qkv(2, 4, 2, 300, 260, 32).values())
     mask, options = COMPILED[name](), {"enable_gqa": True, "softcap": 20.0}
     if name == "window_padding":  # NaN in padding reaches no result
@@ -215,7 +215,10 @@ def test_compiled_forward(name, monkeypatch):
 
 
 def test_compilations_are_bounded(monkeypatch):
-    """20 shapes with every mask need about one compilation for each kind of mask."""
+    """For 20 shapes with every mask, there are at most two variants per mask.
+
+    A variant is compiled 1.2 times on average at most.
+    """
     compile_, count = torch.compile, []
 
     def backend(graph, inputs):
@@ -297,7 +300,7 @@ def test_gradient_of_a_bias_is_refused_if_it_must_be_deterministic():
 
 
 def test_limit_of_compilations(monkeypatch):
-    """At the limit, new kinds of calls run on the reference, with a warning; nothing compiles."""
+    """At the limit on compiled variants, new kinds of calls run on the reference with a warning."""
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
@@ -339,7 +342,7 @@ def test_without_positions():
 
 
 def test_selected_by_name_only():
-    """On the CPU, and on a GPU on which flex is not verified, other backends are the default."""
+    """flex is opt-in on an unverified GPU; a default call on the CPU gives no warning."""
     query = torch.randn(1, 2, 40, 16)
     assert "flex" in fused_attn.available_backends()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
@@ -362,7 +365,7 @@ def large(**properties):
 
 
 def test_default_in_place_of_large_scores():
-    """flex runs supported calls that would materialize large scores; others stay eager."""
+    """flex is the default, instead of eager, for supported calls with large score matrices."""
     for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
         assert registry.choose(problem)[0].name == "flex"
         assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"

@@ -1,7 +1,7 @@
-"""Backend "flex_flash", without a GPU: refused calls, and masks that torch packs into words.
+"""Backend "flex_flash" without a GPU: refused calls, and masks that torch packs into 32-bit words.
 
-FlashAttention-4 evaluates a mask function for 32 keys at once on Blackwell if torch's analysis
-finds that it is a union of intervals of keys.
+On Blackwell, FlashAttention-4 evaluates a mask function for 32 keys at once if torch's analysis
+shows that the visible keys of a query are a union of intervals.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_torch_packs_the_mask(name):
-    """torch turns the two bounds of each kind of interval into one word for 32 keys."""
+    """torch's analysis reduces each of these masks to one interval of keys, so it can be packed."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V

@@ -1,8 +1,9 @@
-"""FlexAttention's Triton kernels, generated for a simulated H100 and run without one.
+"""FlexAttention's Triton kernels, generated for a simulated H100 and run without a GPU.
 
-The backend "flex" runs these kernels on a GPU. Triton's interpreter runs them on the CPU, with our
-operands and block lists; its compiler compiles them for sm_90. The hooks into Inductor are
-private, so the tests run with the versions of torch and Triton that they were written for.
+On a GPU, the backend "flex" runs these kernels. Here, Triton's interpreter runs them on the CPU
+with the backend's operands and block lists, and Triton's compiler compiles them for sm_90. The
+tests use private hooks of Inductor, so they run only with the versions of torch and Triton that
+they were written for.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GENERATOR = torch.Generator().manual_seed(1)
 
 
 class Problem:
-    """A call with two sequences or a pack of three, and its tensors in float32."""
+    """A call on a padded batch or on packed sequences, with its tensors in float32."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Problem:
         return leaves | ({BIAS: call.mask.bias} if BIAS in self.tensors else {})
 
     def of_reference(self, dtype):
-        """Return the results of eager attention in a type."""
+        """Return out, lse and the gradients of eager attention, computed in a dtype."""
         call = self.call(dtype)
         out, lse = reference.attention(call)
         unmasked = lse > float("-inf")
@@ -166,7 +167,7 @@ def lowered(tmp_path_factory):
 
 @pytest.mark.parametrize("name", names("gqa_softcap_bias"))
 def test_values_and_gradients(name, lowered, tmp_path):
-    """Out, lse and all gradients of the GPU kernels are within the contract."""
+    """Interpreted, the GPU kernels give out, lse and gradients within the numerics contract."""
     problem = PROBLEMS[name]
     results = interpret([lowered(name)], [problem.to_run()], tmp_path)[0]
     got = problem.named(results)
@@ -176,7 +177,7 @@ def test_values_and_gradients(name, lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_other_sizes(lowered, tmp_path):
-    """The code that was generated for one batch size and lengths is right for others."""
+    """Code generated for one batch size and pair of lengths gives correct results for others."""
     mask = masks.sliding_window(30, 9) & masks.padding([290, 0, 77], [200, 150, 200])
     other = Problem(mask, sizes=(200, 290), batch=3)
     results = interpret([lowered("window_lengths")], [other.to_run()], tmp_path)[0]
@@ -187,7 +188,10 @@ def test_other_sizes(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_the_blocks_decide(lowered, tmp_path):
-    """Wrong block lists change the results: skipped blocks, and partial blocks listed as full."""
+    """The kernels follow the block lists.
+
+    Empty lists give zero outputs or gradients; partial blocks listed as full change the output.
+    """
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     no_keys, no_queries, swapped = list(tensors), list(tensors), list(tensors)
@@ -205,7 +209,7 @@ def test_the_blocks_decide(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_nan_behind_sequences(lowered, tmp_path):
-    """NaN in padding keys of a block that also contains real keys reaches no result."""
+    """NaN in padding keys and values reaches no result, even in blocks that contain real keys."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     for place in (1, 2):
@@ -218,9 +222,10 @@ def test_nan_behind_sequences(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_graphs_of_torch_compile(tmp_path):
-    """On an H100, tracing selects a backend, and cuDNN is off for masked calls with gradients.
+    """On a simulated H100, the graph of a masked call contains the attention of its backend.
 
-    softcap has no kernel in torch's SDPA, so eager attention computes it.
+    With gradients, the graph disables cuDNN around torch's SDPA. Torch's SDPA does not support
+    softcap, so the graph of that call consists of the operations of eager attention.
     """
     torchs = "scaled_dot_product_attention"
     assert graphs(tmp_path) == {
@@ -233,7 +238,10 @@ def test_graphs_of_torch_compile(tmp_path):
 
 @pytest.mark.parametrize("name", names("window_lengths"))
 def test_compiles_for_hopper(name, lowered):
-    """Each kernel compiles for sm_90, uses matrix instructions, and fits into shared memory."""
+    """Each kernel compiles for sm_90 and fits into shared memory.
+
+    The attention kernels for bfloat16 use matrix instructions.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("reason: interpreted kernels are not compiled")
     from triton_compiler import SHARED_LIMITS, compile_source

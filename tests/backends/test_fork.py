@@ -1,4 +1,4 @@
-"""Forked children compute on one thread and warn if the parent had used threads."""
+"""If the parent has used threads, a forked child computes on one thread and warns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ sys.exit(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="reason: needs fork")
 @pytest.mark.parametrize(("parent", "expected"), [("warm", "True 1 1"), ("cold", "True 0 2")])
 def test_child_of_a_fork(parent, expected):
-    """A forked child returns the parent's result and does not wait for the parent's threads."""
+    """A forked child does not hang, and computes the same result as its parent.
+
+    It warns and uses one thread if the parent has used threads.
+    """
     command = [sys.executable, "-c", PROGRAM, parent]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert told.returncode == 0, told.stderr

@@ -31,7 +31,7 @@ def one_process(tmp_path):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_ring(backend, name, dtype, one_process):
-    """Partial results of several blocks merge, with dropout and the gradient of a bias."""
+    """Ring attention over permuted rows matches full attention, with dropout and a learned bias."""
     if backend != "eager" and device_of(backend).type == "cuda":
         pytest.skip("reason: gloo does not exchange rows of a GPU")
 

@@ -1,4 +1,4 @@
-"""Backend "sdpa": torch's kernels with the masks and rules of this package."""
+"""Backend "sdpa": torch's kernels, called through this package's functions and masks."""
 
 import gc
 import warnings
@@ -29,7 +29,7 @@ def fresh_choice():
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
-    """Outputs and gradients equal eager attention up to the rounding of torch's kernels."""
+    """Outputs and gradients match eager attention up to rounding, also if the mask is cached."""
     mask = MASKS[name](*SHAPE[:4])
     results = []
     for backend in ("sdpa", "eager"):
@@ -49,7 +49,7 @@ def test_masks(name):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkeypatch):
-    """Calls that torch supports skip validation, with masks of any rank and layout."""
+    """Calls that torch supports skip validation and match torch, with masks of any rank."""
     monkeypatch.setattr(dispatch, "select", None)
     q, k, v = qkv(grad=grad)
     visible, bias = torch.rand(2, 4, 33, 50) > 0.3, torch.randn(4, 33, 47)
@@ -77,7 +77,7 @@ def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkey
 @pytest.mark.parametrize("backend", ["sdpa", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unchecked_under_autocast(backend, dtype, monkeypatch):
-    """Under autocast, calls skip validation and run in its dtype."""
+    """Under autocast, calls skip validation and run in its dtype; int operands are refused."""
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
@@ -321,7 +321,11 @@ def test_compiles(mask):
 @pytest.mark.parametrize("device_type", device_table.DEVICES)
 @pytest.mark.parametrize("kind", device_table.calls())
 def test_devices(device_type, kind):
-    """No call runs more operations than a direct call of torch's function."""
+    """On simulated devices without kernels, the default backend is torch's SDPA, with a warning.
+
+    Calls run at most as many operations as a direct call of torch's function. Softcap runs on
+    eager attention.
+    """
     backend, count, torchs, warning = device_table.row(device_type, kind)
     assert backend == ("eager" if kind == "softcap" else "sdpa")
     if backend == "sdpa":

@@ -15,7 +15,7 @@ from fused_attn.masks import torch_arguments
 
 
 def test_a_tensor_under_several_masks():
-    """Cached values belong to the complete mask, not to one of its tensors."""
+    """Values cached for one mask are not reused for another mask that contains the same tensor."""
     q, k, v = qkv(grad=False)
     bias, visible = torch.randn(4, 33, 47), torch.rand(2, 1, 33, 47) > 0.3
     for tensor in (bias, visible):
@@ -45,7 +45,7 @@ def test_changes_of_a_kept_mask_are_seen():
 
 
 def test_few_slices_of_a_mask_are_kept(monkeypatch):
-    """Only a few derived masks are cached, because each may be as large as its source."""
+    """Few derived masks stay in memory, because each may be as large as its source."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
     kept = weakref.WeakSet()
     bool_or = torch.Tensor.__or__
@@ -97,7 +97,7 @@ def test_decode_does_not_see_what_is_behind_the_lengths():
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
 @pytest.mark.parametrize("pages", [False, True])
 def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
-    """Sequences of equal length are read in place; others are padded to the longest."""
+    """Unpaged caches of equal lengths are read in place; others are copied, up to the longest."""
     seen = []
 
     def attend(query, key, value, *args, **options):

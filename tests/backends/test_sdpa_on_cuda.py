@@ -1,6 +1,7 @@
-"""Calls of torch's kernels by the backend "sdpa" on CUDA, tested without a GPU.
+"""Backend "sdpa" on CUDA, tested without a GPU: its calls to torch's kernels, and cuDNN's bugs.
 
-Fake tensors stand in for those of a GPU, and a CPU kernel receives the operands of CUDA kernels.
+Fake tensors stand in for CUDA tensors. Where values are compared, a CPU kernel receives the
+operands that torch's CUDA kernel would receive.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def test_what_has_lse_on_cuda(properties, reason):
 
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
 def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
-    """Results are right if torch pads head_dim to a multiple of 8, as it does on CUDA."""
+    """Gradients are correct if torch pads head_dim to a multiple of 8, as it does on CUDA."""
     kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
@@ -105,7 +106,7 @@ def test_masks_are_dense_in_keys(shape, transposed):
 
 
 def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True):
-    """Return True if cuDNN is enabled while torch's function runs on CUDA tensors.
+    """Return True if cuDNN is enabled while torch's SDPA runs on CUDA tensors.
 
     Stand-ins replace the tensors, because autograd cannot record CUDA operations without a GPU.
     """
@@ -128,7 +129,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
 
 
 def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
-    """Masks with gradients disable cuDNN: https://github.com/pytorch/pytorch/issues/196678."""
+    """cuDNN is off for masks with gradients: https://github.com/pytorch/pytorch/issues/196678."""
     masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
     assert not cudnn_is_enabled(monkeypatch, masked)
     assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)
@@ -178,7 +179,7 @@ def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):
 
 
 def test_cudnn_under_compile(monkeypatch):
-    """The graph disables cuDNN only around torch's function, and restores it afterwards."""
+    """The compiled graph disables cuDNN before it calls torch's SDPA, and enables it afterwards."""
     monkeypatch.setattr(sdpa, "_cudnn_is_denied", lambda *tensors: True)
     nodes = []
 

@@ -1,4 +1,4 @@
-"""Triton norms of rows that take several chunks."""
+"""Triton norms of rows that span several chunks, and with weights of a different dtype."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_cancellation_over_chunks():
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_weights_of_another_type(kind):
-    """Norms of float32 inputs with 16-bit weights agree with the reference in float32."""
+    """Outputs and gradients of float32 inputs with bfloat16 weights match float32 eager norms."""
     tensors = tensors_of(kind, (40, 96), True, True)
     wanted = {n: t.to(torch.bfloat16) if n[0] in "wn" else t for n, t in tensors.items()}
     runs = []

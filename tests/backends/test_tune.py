@@ -39,7 +39,10 @@ def test_candidates_fit(kind, head_dim, element_size):
 
 
 def test_shared_bytes():
-    """Estimates of shared memory equal known values, within 1 KB of the compiler's for sm_90."""
+    """Estimates of shared memory equal recorded values.
+
+    For sm_90, these are within 1 KB of the compiler's values.
+    """
     for kind, expected in (("fwd", 81920), ("dq", 98304), ("dkdv", 98304)):
         assert tune.shared_bytes(kind, OLD, 2, 128) == expected
 
@@ -53,7 +56,7 @@ def test_override(tables):
 
 
 def test_the_fastest_that_is_right(tables, capsys):
-    """A fast candidate with wrong results and one that does not compile are rejected."""
+    """The fastest correct candidate wins; wrong results and failed compilations are rejected."""
     wrong, broken = Config(128, 32, 4, 2), Config(128, 128, 4, 2)
     seconds = {OLD: 4.0, NEW: 2.0, wrong: 1.0}
 

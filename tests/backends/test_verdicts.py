@@ -168,7 +168,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
 
 
 def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
-    """With a stored verdict, calls that torch computes still skip validation."""
+    """With a stored verdict, calls of other classes still skip validation and run on torch."""
     stored()
     monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
@@ -223,7 +223,7 @@ def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
 
 
 def test_enable_goes_where_the_verdict_says(stand_in):
-    """The patched function uses kernels for the usable classes only."""
+    """Under enabled(), torch's function runs verified kernels only for classes found usable."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     names = [NAME._replace(feature=feature) for feature in ("none", "causal")]
@@ -395,7 +395,7 @@ def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypa
 
 
 def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
-    """Calls do not fail if the machine cannot be identified."""
+    """If reading the machine's identity fails, verdicts are ignored, and the reason is given."""
     stored()
     monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
     verdicts.read_again()
@@ -414,7 +414,7 @@ def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
 
 
 def test_folder_is_the_users_cache():
-    """Verdicts are stored in the user's cache folder."""
+    """On Linux, verdicts are stored under $XDG_CACHE_HOME."""
     code = "from fused_attn.backends import verdicts; print(verdicts.folder())"
     environment = {**os.environ, "XDG_CACHE_HOME": "/somewhere", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
@@ -434,7 +434,7 @@ def marked(x, backend):
 
 
 def test_compiled_calls_are_chosen_alike(stand_in):
-    """One graph selects the backend of each length by its class of problems."""
+    """A function compiled with fullgraph=True selects the same backend as in eager mode."""
     stored()
     torch.compiler.reset()
     compiled = torch.compile(lambda x: marked(x, stand_in), fullgraph=True, backend="eager")
@@ -474,7 +474,7 @@ def test_a_compiled_call_in_one_graph(stand_in):
 
 
 def test_registry_asks_in_order(stand_in):
-    """A later backend is the cached default only if no earlier one may be selected."""
+    """A device has a single default backend unless verdicts make the choice depend on the call."""
     assert registry.default_backend(CPU) is not None
     stored()
     assert registry.default_backend(CPU) is None

@@ -164,7 +164,7 @@ def test_large_scores(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_low_scores(dtype, backend):
-    """Padding after the last key has no weight, even if all real scores are below -100."""
+    """The padding of the last KV block has no weight, even if all scores are very negative."""
     tensors = random_qkv(1, 2, 2, 40, 150, 64)
     tensors["query"] = 5.0 * (tensors["query"].abs() + 1.0)
     tensors["key"] = -tensors["key"].abs() - 1.0
@@ -280,7 +280,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_poison_reaches_the_queries_that_see_it_and_no_other(where, poison, dtype):
-    """NaN reaches only rows that attend to it, in partial and in full tiles.
+    """NaN or infinity reaches all queries that attend to it, and no others.
 
     This holds for the CPU kernels. A Triton kernel multiplies all queries and keys of a tile, so
     NaN stays out of a row only if no query of its tile attends to it.
@@ -316,7 +316,7 @@ def test_padded_queries_do_not_matter(dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_with_large_strides(backend):
-    """Element offsets beyond 2**31 are computed in 64 bits; most of the tensor is never touched."""
+    """Masks may have element offsets beyond 2**31; most of the tensor's memory is never touched."""
     if device_of(backend).type != "cpu":
         pytest.skip("reason: a GPU has no memory that is not there")
     whole = torch.empty(2**31 + 512, dtype=torch.bool)
@@ -366,7 +366,7 @@ def test_outputs_are_written_whole(backend):
 )
 @given(data=st.data())
 def test_anything(backend, data):
-    """Random combinations of shapes, dtypes, strides, masks and options satisfy the contract.
+    """Random shapes, dtypes, strides, masks and options are within the numerics contract.
 
     Shapes are not tiny, because the contract compares with the largest error of eager attention,
     which varies too much over only a few rows. Slow backends run fewer and smaller examples.

@@ -102,7 +102,10 @@ def test_decoding(first, isa):
 
 
 def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
-    """Assert that sequences give the same bits in a padded batch and alone; dQ requires 8 heads."""
+    """Assert that sequences give the same bits in a padded batch and alone.
+
+    There are 8 heads: with fewer, the backward splits the keys, which changes the bits of dQ.
+    """
     shape = len(lengths), 8, max(lengths), dim
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

@@ -81,7 +81,7 @@ def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
 def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
     """The gradient of a bias that is constant over the keys equals the gradient of lse.
 
-    Rounding out to 16 bits must not affect it.
+    The rounding of the output to 16 bits must not affect it.
     """
     base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
     tensors = random_qkv(2, 2, 2, 60, 150, 32)

@@ -104,7 +104,7 @@ class Toy(Backend):
 
 
 def test_a_new_backend_is_one_entry(monkeypatch):
-    """A new backend is selected by default and by name, and messages contain its refusals."""
+    """A registered backend is the default for calls that it supports; errors quote its refusals."""
     monkeypatch.setattr(registry, "BACKENDS", {"toy": Toy(), **registry.BACKENDS})
     monkeypatch.setattr(registry, "_first_on", lambda *_: registry.BACKENDS["toy"])
     monkeypatch.setattr(Toy, "calls", 0, raising=False)

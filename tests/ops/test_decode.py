@@ -28,7 +28,7 @@ IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.
 
 
 def check(tensors, mask, dtype, backend="cpp", **options):
-    """Assert that out and lse of a call without gradients are within the contract."""
+    """Assert that out and lse of a call without gradients are within the numerics contract."""
     assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
 
 
@@ -71,7 +71,7 @@ def test_compiled_calls_take_it_too():
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
 def test_isas(group, seqlen_q, isa, dtype):
-    """All decode variants are within the contract, also for more rows than one query tile has."""
+    """Decoding is within the numerics contract, also for more rows than one query tile has."""
     shape = (1, 2 * group, 2, seqlen_q, 1000)
     check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
     check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
@@ -81,7 +81,7 @@ def test_isas(group, seqlen_q, isa, dtype):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_heads_in_tile_registers(rows, name, isa, dtype):
-    """AMX decoding is within the contract for 12 heads that share keys and 1, 3 or 20 queries."""
+    """AMX decoding is within the numerics contract for 12 heads that share keys."""
     mask = MASKS[name](2, 24, rows, 300)
     check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
     check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
@@ -89,7 +89,7 @@ def test_heads_in_tile_registers(rows, name, isa, dtype):
 
 @pytest.mark.parametrize(("isa", "dtype"), IN_TILES, indirect=["isa"])
 def test_large_scores_in_tile_registers(isa, dtype):
-    """AMX decoding is within the contract if the row maximum rises from KV block to KV block."""
+    """AMX decoding is within the numerics contract if each KV block raises the row maximum."""
     tensors = random_qkv(1, 8, 1, 2, 600, 64)
     tensors["key"] *= torch.linspace(0.1, 12, 600).view(-1, 1)
     check(tensors, None, dtype)
@@ -141,7 +141,10 @@ def test_head_dims(dim, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 40])
 def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
-    """Latent attention is within the contract: value is the first 512 of 576 columns of key."""
+    """Multi-head latent attention is within the numerics contract.
+
+    value is a view of the first 512 of 576 columns of key.
+    """
     tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
     tensors["value"] = tensors["key"][..., :512]
     check(tensors, masks.causal(align="bottom_right"), dtype)

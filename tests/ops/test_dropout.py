@@ -33,7 +33,7 @@ def expected_by_attention(backend, dropout_p):
 
 
 def test_generator_against_known_answers():
-    """The generator returns Random123's published vectors for philox4x32-7."""
+    """philox4x32 reproduces Random123's known-answer vectors for philox4x32-7."""
     every = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     for counter, key, want in (
@@ -86,7 +86,7 @@ def test_decisions_are_independent():
 
 
 def test_decisions_of_a_counter():
-    """All 256 outcomes of the 8 decisions of a counter are equally likely (chi-squared test)."""
+    """The 8 decisions of a Philox counter take all 256 values equally often (chi-squared test)."""
     octets = drawn(11).reshape(-1, 8).long() @ (1 << torch.arange(8))
     counts = torch.bincount(octets, minlength=256).double()
     expected = octets.numel() / 256
@@ -203,7 +203,7 @@ def test_seed_of_packed_sequences():
 
 
 def test_compiled_with_a_seed():
-    """A compiled call accepts changing int seeds and equals an eager call with a numpy seed."""
+    """A compiled call accepts changing int seeds and equals a plain call with a NumPy seed."""
     x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def step(x, seed):

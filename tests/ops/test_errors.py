@@ -390,7 +390,7 @@ def test_unknown_field_is_an_error():
 
 
 def test_unknown_field_of_a_call_is_an_error():
-    """Loading a compiled module that does not know a call field raises ImportError."""
+    """check_fields raises ImportError if the compiled module does not know a field of a call."""
     known = set(_cpu.FIELDS)
     check_fields(known)
     with pytest.raises(ImportError, match="does not know the call fields dense, softcap"):

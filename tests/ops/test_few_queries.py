@@ -13,7 +13,7 @@ from fused_attn import functional, masks
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """Every mask is within the contract with GQA, a partial KV block and a partial vector."""
+    """Every mask is within the numerics contract, with GQA and partial KV blocks and vectors."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -37,7 +37,10 @@ def test_bias_and_options(options, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_one_key_has_all_the_weight(dtype, isa):
-    """The backward recomputes scores with the same rounding as the forward."""
+    """Results are within the numerics contract if one key has nearly all the weight.
+
+    For this, the backward must recompute scores with the same rounding as the forward.
+    """
     tensors = random_qkv(2, 4, 4, 4, 300, 64)
     tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)
     tensors["query"] = tensors["query"] * 8

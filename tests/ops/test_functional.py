@@ -1,4 +1,4 @@
-"""Shapes and broadcasts as in torch, and the choice of a backend."""
+"""Shapes, broadcasting and scalar arguments as in torch, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_as_torch_takes_them(name):
-    """Scalars of numpy and tensors with one element are valid numbers on every path."""
+    """NumPy scalars and one-element tensors are accepted as scale, dropout_p and softcap."""
     number, x = NUMBERS[name], torch.randn(1, 2, 5, 8)
     want = F.scaled_dot_product_attention(x, x, x, scale=0.25)
     torch.testing.assert_close(
@@ -139,7 +139,10 @@ def test_numbers_as_torch_takes_them(name):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_parts_of_the_keys_make_the_whole(backend):
-    """Results over parts of the keys merge through lse, even if a part masks a row fully."""
+    """Outputs over parts of the keys merge, through lse, to the output over all keys.
+
+    Gradients are compared too. One part masks all keys of a row.
+    """
     dtype, visible = most_exact(backend), torch.rand(2, 1, 9, 24) < 0.5
     visible[0, :, 2, :8], visible[..., 20] = False, True
     tensors = [torch.randn(2, 2, length, 8, dtype=dtype) for length in (9, 24, 24)]

@@ -76,7 +76,7 @@ def test_a_maximum_that_rises(dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_scores_far_below(dtype, isa):
-    """Masking by a bias of finfo.min is within the contract, even in fully masked rows."""
+    """Masking by a bias of finfo.min is within the numerics contract, even in fully masked rows."""
     tensors = random_qkv(1, 2, 2, 64, 200, 32)
     lowest = torch.finfo(torch.float32).min
     visible = torch.rand(64, 200) > 0.5
@@ -107,7 +107,7 @@ POWERS = {
 
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_2(name, isa):
-    """Results are within the contract for operands of any magnitude in float32."""
+    """Float32 results are within the numerics contract for very small and very large operands."""
     if isa.startswith("amx") and name.startswith("subnormal"):
         pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -175,7 +175,7 @@ def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
 @pytest.mark.parametrize("size", [3e2, 1e4, 1e6, 1e15, 1e18])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_scores_far_apart(mask, size, dtype, isa):
-    """Results are within the contract if scores differ by more than exp's range or are infinite."""
+    """Results are within the numerics contract if scores exceed exp's range or are infinite."""
     if size > torch.finfo(dtype).max / 10:
         pytest.skip("reason: not a float16")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
@@ -186,7 +186,7 @@ def test_scores_far_apart(mask, size, dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("scale", [1e-46, 1e-30, 1e-7, 1e-5, 1e-2])
 def test_scores_that_are_nearly_the_same(scale, dtype, isa):
-    """Results are within the contract for tiny scales, even for one that is 0 in float32."""
+    """Results are within the numerics contract for tiny scales, even one that is 0 in float32."""
     check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=scale)
 
 

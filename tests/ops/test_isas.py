@@ -1,4 +1,4 @@
-"""The kernels of each instruction set; `make test-isas` runs everything on each of them."""
+"""CPU kernels of each instruction set; `make test-isas` runs further tests on each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from fused_attn.call.options import NormOptions
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name, dtype, isa):
-    """Every mask is within the contract for 75 queries (up to 64, float32 runs without AMX)."""
+    """Attention with every mask is within the numerics contract.
+
+    There are 75 queries, because float32 calls with at most 64 do not run on AMX.
+    """
     mask = MASKS[name](3, 4, 75, 149)
     tensors = random_qkv(3, 4, 2, 75, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -33,7 +36,7 @@ def test_attention(name, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_rows_an_odd_number_apart(dtype, isa):
-    """16-bit rows with an odd stride are not read as aligned 32-bit words."""
+    """Rows with an odd stride, unaligned in 16-bit types, give the bits of contiguous rows."""
     generator = drawn(0)
     wide = [torch.randn(1, 2, 64, 65, generator=generator, dtype=dtype) for _ in range(3)]
     results = []
@@ -46,7 +49,7 @@ def test_rows_an_odd_number_apart(dtype, isa):
 
 
 def test_sums_over_keys(isa):
-    """Sums over keys are within the contract if a row has two large and 38 small weights."""
+    """Results are within the numerics contract if a row has two large and 38 small weights."""
     shape = 2, 2, 1, 70, 139
     slopes = 2.0 ** (-4.0 * torch.arange(1.0, 3.0))
     mask = masks.sliding_window(27, 15) & masks.alibi(slopes)
@@ -95,7 +98,7 @@ def test_float16_conversions_are_those_of_the_processor(isa):
 
 
 def test_scores_of_float16_are_those_of_float32(isa):
-    """Scores of float16 have float32 accuracy, as the lse of a single key shows."""
+    """Scores of float16 inputs have float32 accuracy, as the lse of a single key shows."""
     query, key = (torch.randn(2, 64, 8, 1, 40, generator=drawn(0))).half()
     _, lse = functional.scaled_dot_product_attention(query, key, key, return_lse=True)
     terms = query.double() * key.double() * 40**-0.5
@@ -132,7 +135,7 @@ def test_nan_remains_nan_whatever_its_bits(bits, isa):
 @pytest.mark.parametrize("biased", [False, True], ids=["full", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_rows_that_do_not_exist_have_no_gradient(dtype, biased, isa):
-    """Padding rows of the last query tile do not turn an infinite key into NaN."""
+    """Gradients of an infinite key are finite: padding rows of a query tile add no 0 * inf."""
     query, key, value = (
         torch.randn(1, 1, n, 32, generator=drawn(3)).to(dtype).requires_grad_() for n in (33, 4, 4)
     )

@@ -159,7 +159,10 @@ def test_block_masks(by_batch):
 
 
 def test_packed_sequences_and_graphs():
-    """A mask function receives positions within a packed sequence, and compiles to one graph."""
+    """With packed sequences, a mask function receives positions within each sequence.
+
+    Calls with a mask function compile to one graph.
+    """
     mask = masks.from_mask_mod(MODS["window"][0])
     packed, starts = torch.randn(30, H, 8), torch.tensor([0, 10, 30])
     torch.testing.assert_close(
@@ -241,7 +244,7 @@ def test_tensors_of_a_closure_may_change():
 
 
 def test_functions_that_are_tuples():
-    """A tuple of masks is a union; a NamedTuple with __call__ is a function."""
+    """A mask function may be a NamedTuple with __call__; it is not taken for a tuple of masks."""
 
     class Window(NamedTuple):
         left: int

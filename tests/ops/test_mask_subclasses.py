@@ -1,4 +1,8 @@
-"""Masks that are tensor subclasses are understood, read as tensors, or refused."""
+"""Masks that are tensor subclasses.
+
+A CausalBias becomes a causal mask, a subclass without overrides is read as a tensor, and all
+others are refused.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ SHAPE = 2, 4, 2, 33, 47, 16
 
 
 class Plain(torch.Tensor):
-    """Subclass that changes nothing."""
+    """Tensor subclass without overrides."""
 
 
 class Other(torch.Tensor):
-    """Subclass that overrides the meaning of its values."""
+    """Tensor subclass that overrides __torch_function__."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -44,7 +48,7 @@ CAUSAL = pytest.mark.parametrize(
 @pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_causal_bias(make, align, backend, compiled, qkv):
-    """A CausalBias is read as structure, because its memory is uninitialized."""
+    """A CausalBias becomes masks.causal; its memory, which is uninitialized, is not read."""
     bias = make(33, 47)
     visible = torch.ones(33, 47).tril(14 if align == "bottom_right" else 0) > 0
     function = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
@@ -90,7 +94,7 @@ def test_causal_bias_of_other_lengths(qkv):
 
 
 def test_plain_subclasses_are_tensors(qkv):
-    """Parameters, buffers and subclasses without overrides are plain tensors."""
+    """Parameters, buffers and subclasses without overrides are read as plain tensors."""
     visible = torch.rand(33, 47) < 0.5
     bias = torch.randn(33, 47)
     for tensor, given in (
@@ -114,7 +118,7 @@ def test_plain_subclasses_are_tensors(qkv):
     ids=["function", "dense", "module"],
 )  # fmt: skip
 def test_others_are_refused(call, qkv):
-    """Masked tensors and unknown subclasses are refused; their memory need not hold values."""
+    """Masked tensors and other subclasses are refused: their memory may not hold their values."""
     visible = torch.rand(47, 47) < 0.5
     for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
         with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):

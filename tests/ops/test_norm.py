@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm on every backend: outputs, the sum, and all gradients."""
+"""layer_norm and rms_norm on every backend: outputs, residual sums and all gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
 def test_rows_that_leave_the_caches(shape, dtype):
-    """Norms whose outputs exceed the CPU caches are within the contract, aligned or not."""
+    """Norms whose outputs exceed the CPU caches are within the numerics contract.
+
+    Rows are aligned to vectors in one shape, and not in the others.
+    """
     tensors = tensors_of("layer_norm", shape, True, True)
     assert_like_eager(norm("layer_norm", dropout_p=0.25), tensors, dtype, "cpp")
 
@@ -100,7 +103,7 @@ def test_shapes_and_strides(backend):
 @pytest.mark.parametrize("added", [False, True], ids=["plain", "dropout-residual"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout, added, dtype, backend):
-    """Norms of views, with views as output gradients, are within the contract."""
+    """Norms of views, with views as output gradients, are within the numerics contract."""
     columns = layout.view(torch.empty(layout.whole)).shape[-1]
     if layout.whole[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("reason: torch adds the rounded gradients of all columns, which cancel")
@@ -188,7 +191,7 @@ def test_layouts_that_are_compiled(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
-    """layer_norm is within the contract for a mean so large that sums of squares would cancel."""
+    """layer_norm is within the numerics contract if sums of squares would cancel (large mean)."""
     tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
@@ -221,7 +224,7 @@ def test_gradients_that_are_lazily_negated(backend):
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_in_the_place_of_torchs_function(kind, monkeypatch):
-    """The reference calls torch's original norm, not a patched one."""
+    """The eager backend does not recurse if torch.nn.functional's norm is patched with ours."""
     monkeypatch.setattr(torch.nn.functional, kind, getattr(F, kind))
     x = torch.randn(2, 5)
     with use_backend("eager"):

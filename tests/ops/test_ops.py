@@ -174,7 +174,7 @@ MASKS_OF_LENGTHS = {
 @pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
 @pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
 def test_export_of_any_length(backend, mask, strict):
-    """Export adds no guard that bounds a dynamic length."""
+    """A program exported with dynamic, unbounded lengths runs on longer sequences."""
 
     class Attend(torch.nn.Module):
         def forward(self, query, key, value):

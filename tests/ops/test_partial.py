@@ -46,7 +46,10 @@ def problem(backend, dtype, shape, dropout_p=0.0):
 
 @contextlib.contextmanager
 def deterministic(wanted):
-    """Request deterministic algorithms, as atomic additions of two GPU runs may differ."""
+    """Use deterministic algorithms within the block if `wanted`.
+
+    Otherwise, atomic additions may differ between two runs on a GPU.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or wanted)
     try:
@@ -56,7 +59,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the results, and that out_residual is the difference."""
+    """Assert that partial results round to the results; out_residual is the rounding error."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)

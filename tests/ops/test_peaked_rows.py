@@ -1,6 +1,6 @@
 """Gradients of rows with few visible keys, or with nearly all weight on one key.
 
-`make random-problems` searches many more of these problems, in every type.
+`make random-problems` runs many more of these problems, in every dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dropout in forwards that torch.compile recomputes under a memory budget."""
+"""Dropout masks do not change if torch.compile recomputes a forward under a memory budget."""
 
 from __future__ import annotations
 

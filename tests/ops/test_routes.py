@@ -1,4 +1,4 @@
-"""Calls of plain tensors skip validation, and each dispatch path returns the same bits."""
+"""Attention calls of plain tensors skip validation, and all dispatch paths return equal bits."""
 
 from __future__ import annotations
 

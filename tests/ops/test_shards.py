@@ -117,8 +117,9 @@ def test_every_isa(dtype, part, isa):
 def test_gradients_of_a_part(biased, dtype, part, backend):
     """Backward kernels keep the weights that the complete call keeps, as signs of gradients show.
 
-    With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive where Z is 1. Keys are
-    the identity, so dQ is dS. The first columns of dO are the identity too, so dV is Z^T P there.
+    With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive exactly where the
+    dropout mask Z is 1. Keys are the identity, so dQ is dS. The first columns of dO are the
+    identity too, so dV is Z^T P there.
     """
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
@@ -147,7 +148,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_of_a_part(dtype, backend):
-    """Results of a shard with a mask and GQA are within the contract."""
+    """Results of a shard with a mask and GQA are within the numerics contract."""
     part = PARTS["everything"]
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
 
@@ -211,7 +212,10 @@ def test_weights(part, backend):
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("average", [False, True])
 def test_gradient_of_weights(average, part, backend):
-    """The backward of the weights keeps what the complete call keeps, as the signs of dQ show."""
+    """The backward of returned weights drops the weights that the complete call drops.
+
+    The signs of dQ show which weights are dropped.
+    """
     call = shard(part, backend)
     seqlen_k = call.key.shape[2]
     eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)

@@ -1,6 +1,6 @@
-"""Gradients of the AMX kernels, which combine 32 queries with 32 keys and skip masked tiles.
+"""Gradients of the AMX kernels, which process 32 x 32 tiles and skip fully masked ones.
 
-test_isas.py runs them with every mask.
+test_isas.py runs these kernels with every mask.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def checkered(queries: int, keys: int) -> torch.Tensor:
     ids=["none", "causal", "window", "diagonal", "checkered", "blocks", "seldom"],
 )  # fmt: skip
 def test_long(mask, dtype, isa):
-    """Gradients are within the contract if query tiles and KV blocks are packed in steps."""
+    """Gradients are within the numerics contract if operands are packed in several steps."""
     assert_like_eager(attention(mask), random_qkv(1, 1, 1, 700, 630, 64), dtype, "cpp")
 
 
@@ -56,7 +56,10 @@ def test_long(mask, dtype, isa):
     ids=["causal", "padding", "window"],
 )  # fmt: skip
 def test_keys_that_do_not_fit(mask, dtype, isa):
-    """Outputs are within the contract if keys are packed in several steps, some fully masked."""
+    """Outputs are within the numerics contract if keys are packed in several steps.
+
+    Some of the steps are fully masked.
+    """
     tensors = random_qkv(2, 2, 1, 100, 2500, 128)
     assert_outputs_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
@@ -76,7 +79,7 @@ def test_options(dtype, isa):
               (8, 16, 1, 139), (8, 16, 70, 1)], ids=str,
 )  # fmt: skip
 def test_bias(shape, dtype, isa):
-    """Bias gradients are within the contract for all broadcast shapes, whose loops differ."""
+    """Bias gradients of all broadcast shapes are within the numerics contract."""
     tensors = random_qkv(8, 16, 8, 70, 139, 32)
     tensors["bias"] = torch.randn(shape)
     options = {"softcap": 3.0, "enable_gqa": True}
@@ -89,7 +92,7 @@ def test_bias(shape, dtype, isa):
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
-    """Bias gradients are within the contract if query tiles are packed in several steps."""
+    """Bias gradients are within the numerics contract if query tiles are packed in steps."""
     tensors = random_qkv(1, 8, 8, 700, 330, 64)
     tensors["bias"] = torch.randn(8, 700, 330)
     assert_like_eager(attention(mask, dropout_p=dropout_p), tensors, dtype, "cpp")
@@ -98,7 +101,10 @@ def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("apart", [(0.0,), (0.0, 0.3), (0.0, 0.1, 0.2, 0.3, 0.4)])
 def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
-    """Bias gradients are within 1% of the largest where delta's rounding error exceeds dS."""
+    """Errors of bias gradients are below 1% of the largest gradient.
+
+    Few keys have nearly all the weight, so that the rounding error of delta may exceed dS.
+    """
     tensors = random_qkv(1, 8, 8, 70, 130, 64)
     bias = torch.randn(8, 70, 130)
     for n, lower in enumerate(apart):  # keys that differ by their bias only

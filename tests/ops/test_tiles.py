@@ -17,7 +17,7 @@ INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "den
 
 
 def classify(mask, dtype):
-    """Return the kernels' tile kinds, and whether none or all positions of each are visible."""
+    """Return the kernels' tile kinds, and whether no or every position of each tile is visible."""
     like = torch.empty(0, dtype=dtype)
     spec = normalize(mask, *SHAPE, like)
     kinds, (block_m, block_n) = cpp.tile_kinds(spec, *SHAPE, dtype)
@@ -50,7 +50,10 @@ def test_classification_of_one_mask(name, dtype):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_classification_of_two_masks(pair):
-    """A combined mask skips each tile that one of its masks skips."""
+    """A combination of two masks skips each tile that either mask skips.
+
+    Two biases, and bottom-right bands with lengths, are exceptions.
+    """
     one, two = (MASKS[name](SHAPE[0], SHAPE[1], *SHAPE[2:]) for name in pair)
     kinds, none, every = classify(one & two, torch.float32)
     assert none[kinds == 0].all() and every[kinds == 2].all()

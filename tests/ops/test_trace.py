@@ -95,7 +95,7 @@ def test_a_traced_call_takes_other_lengths(name):
 
 @pytest.mark.parametrize("masked", ["not", "causal", "padding"])
 def test_trace_of_an_encoder_layer(masked):
-    """An encoder layer that is traced without gradients can be saved and loaded."""
+    """An encoder layer traced without gradients matches the module after it is saved and loaded."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
     causal = torch.nn.Transformer.generate_square_subsequent_mask(L)
 

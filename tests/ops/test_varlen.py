@@ -133,7 +133,7 @@ def test_isas(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("mask", [None, masks.causal(align="bottom_right")], ids=["none", "causal"])
 def test_decode(mask, dtype, backend):
-    """Decoding of packed sequences is within the contract for lengths that differ or are 0."""
+    """Decoding of packed sequences is within the numerics contract; lengths may differ or be 0."""
     lengths_q, lengths_k = (1, 3, 0, 2, 5), (700, 300, 50, 0, 7)
     tensors = packed(lengths_q, lengths_k, heads=8)
     assert_outputs_like_eager(varlen(lengths_q, lengths_k, mask), tensors, dtype, backend)

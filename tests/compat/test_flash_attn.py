@@ -101,7 +101,7 @@ def test_pages_and_used_rows(case):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_cache(case, paged):
-    """New keys, left padding and reordered cache rows give the right result."""
+    """Appended keys, left padding, and reordered or paged cache rows match the formula."""
     (q, _, _), mask = case
     q, (new_k, new_v) = q[:, :4], torch.randn(2, 2, q[:, :4].shape[1], HEADS_KV, DIM)
     k_cache, v_cache = torch.randn(2, 5, 16, HEADS_KV, DIM)
@@ -123,7 +123,7 @@ def test_cache(case, paged):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_in_the_cache(causal, interleaved):
-    """Rotary embedding in the cache multiplies pairs of features by exp(i * angle * position)."""
+    """Queries and appended keys are rotated: pairs of features are multiplied by exp(i * angle)."""
     angles = torch.arange(16)[:, None] * torch.tensor([1.0, 0.3, 0.1])
     cache, new, q = (
         torch.randn(2, 2, 16, 2, DIM),

@@ -171,7 +171,7 @@ def test_masks_and_gradients(name, dtype):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_no_dense_mask_is_made(name, monkeypatch):
-    """The attention of a structured mask allocates no tensor of queries x keys."""
+    """Attention with a structured mask uses neither a dense mask nor a bias of (queries, keys)."""
     mask, _, _, total = MASKS[name]
     monkeypatch.setattr(attn_bias, "_dense", lambda *args: pytest.fail("a dense mask"))
     qkv = tensors(1, sum(lengths_of(mask)), total)

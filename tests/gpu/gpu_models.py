@@ -1,4 +1,4 @@
-"""Models, and their comparison on DEVICE with torch's on the CPU."""
+"""Small models, and comparisons of them on DEVICE with torch's modules on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"dropout": 0.0, "batch_first": True}
 
 
 def moved(value, dtype=None, device=DEVICE):
-    """Return a tensor on a device; only float tensors are converted."""
+    """Move a tensor to a device, and convert it to `dtype` if it is a float tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else None)

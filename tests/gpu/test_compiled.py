@@ -50,7 +50,7 @@ def exact(mask, tensors):
 
 
 def require_as_exact(got, want, truth):
-    """Assert that results are as accurate as those without compilation, by sdpa's bound."""
+    """Assert that `got` is as accurate as `want`, within the limits of the backend "sdpa"."""
     findings = [
         contract.judge(
             f"result {i}", g.detach().cpu(), t.detach().cpu(), w.detach().cpu(), gradient=i > 0
@@ -91,7 +91,7 @@ def test_compiled_encoder():
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_cuda_graph(name, dtype):
-    """A replay computes forward and backward of new operands."""
+    """A replayed graph computes forward and backward of the operands' new values."""
     mask, tensors = MASKS[name]().to(DEVICE), leaves(dtype)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -63,7 +63,7 @@ def called(how, mask, leaves):
 @pytest.mark.parametrize("how", ["sdpa", "default", "enabled"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_with_gradients(name, how):
-    """With a mask tensor and gradients, cuDNN computes neither the forward nor the backward."""
+    """With a mask tensor and gradients, cuDNN does not run in either pass if it is denylisted."""
     mask = MASKS[name]()
     if how == "enabled" and isinstance(mask, masks.Mask):
         pytest.skip("reason: torch's function takes tensors only")
@@ -121,7 +121,7 @@ CAUSAL = {
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if by_torch(b)])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
-    """torch's function receives is_causal and no mask, and selects a fused kernel."""
+    """For causal calls, torch's SDPA receives is_causal without a mask, and runs a fused kernel."""
     mask, is_causal = CAUSAL[name]()
     given, attend = [], sdpa.torch_sdpa
 
@@ -142,7 +142,7 @@ def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["is_causal", "masks.causal"])
 def test_memory_of_causal_calls(name):
-    """Causal calls use far less memory than a mask tensor of seqlen x seqlen bytes."""
+    """Causal calls use less than a quarter of the memory of a (seqlen, seqlen) bool mask."""
     mask, is_causal = CAUSAL[name]()
     length = 16384
     tensors = torch.randn(3, 1, 1, length, 64, device=DEVICE, dtype=torch.bfloat16).unbind()

@@ -38,7 +38,10 @@ def qkv(head_dim=40, head_dim_v=None, num_heads_kv=4, sizes=SIZES):
 @every_dtype
 @pytest.mark.parametrize("name", ["alibi", "alibi_batch"])
 def test_slopes(name, dtype, backend):
-    """ALiBi is within the contract; the reference of torch's kernels rounds the bias as they do."""
+    """ALiBi is within the numerics contract.
+
+    The reference for torch's kernels rounds the bias, as they do.
+    """
     mask = MASKS[name](*SIZES)
     rounded = attention(as_torch_rounds(mask, SIZES, dtype))
     truth = rounded if by_torch(backend) else None
@@ -80,7 +83,7 @@ def mask_tensor(name, kind, device, dtype):
 @pytest.mark.parametrize("kind", ["bool", "float", "float32"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_mask_tensors(name, kind, dtype, backend):
-    """Mask tensors of any layout are within the contract, also float32 for 16-bit queries."""
+    """Masks of any layout are within the numerics contract, also in float32 for 16-bit queries."""
     mask = functools.partial(mask_tensor, name, kind)
     assert_judged(attention(mask), qkv(), dtype, backend)
 
@@ -132,7 +135,7 @@ def test_rows_without_visible_keys(name, dtype, backend):
     [(1, 1), (3, 3), (20, 20), (36, 36), (100, 100), (192, 192), (256, 256), (40, 24), (64, 100)],
 )
 def test_head_dim(head_dim, head_dim_v, mask, dtype, backend):
-    """Any head_dim up to 256 is within the contract, also with a different head_dim_v."""
+    """Each head_dim up to 256 is within the numerics contract, also with a different head_dim_v."""
     assert_judged(attention(mask), qkv(head_dim, head_dim_v), dtype, backend)
 
 

@@ -57,8 +57,8 @@ def token_inputs(side="right"):
 def check_hf(fused, theirs, side, within=contextlib.nullcontext):
     """Check a model against an unswapped one, with eager attention, on the same device.
 
-    torch's function is the reference: even in float64, transformers' eager attention computes the
-    softmax in float32, in which its mask of fully masked rows overflows.
+    The float64 reference runs torch's SDPA, because transformers' eager attention always computes
+    the softmax in float32, in which its mask of fully masked rows overflows.
     """
     inputs, real = token_inputs(side)
     double = copy.deepcopy(theirs)
@@ -93,7 +93,7 @@ def test_attn_implementation(name):
 
 @models
 def test_enabled(name):
-    """enable() intercepts the attention of a model that calls torch's function."""
+    """Under enabled(), a model that calls torch's SDPA agrees with eager attention."""
     model = MODELS[name](attn_implementation="sdpa")
     theirs = copy.deepcopy(model)
     check_hf(model, theirs, "right", fa.enabled)

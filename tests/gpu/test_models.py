@@ -101,7 +101,7 @@ def test_swapped_encoder(remove_padding, training):
 
 @torch.no_grad()
 def test_inference_of_a_swapped_encoder():
-    """Results agree with torch's inference path on the same device."""
+    """A swapped encoder agrees with torch's inference path on the same device."""
     theirs, tokens = encoder().eval().to(DEVICE), x().detach().to(DEVICE)
     fused, ignored = copy.deepcopy(theirs), IGNORED.to(DEVICE)
     fa.swap_modules(fused)
@@ -112,7 +112,7 @@ def test_inference_of_a_swapped_encoder():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_training_with_dropout(dtype):
-    """Equal seeds give equal gradients, which are finite."""
+    """Equal seeds give equal, finite gradients, and another seed gives different ones."""
     model, tokens = encoder(dropout=0.2), x()
     fa.swap_modules(model)
     model.to(DEVICE, dtype)

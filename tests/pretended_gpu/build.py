@@ -163,7 +163,7 @@ def build_libraries(folder: Path) -> None:
 
 
 def build_modules(folder: Path) -> None:
-    """Build _cpu and _cuda for this Python, for one GPU, outside of the source tree."""
+    """Build _cpu and _cuda for this Python and sm_90a, outside the source tree."""
     scripts = Path(sys.executable).parent
     run(
         *(scripts / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja"),

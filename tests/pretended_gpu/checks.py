@@ -152,7 +152,7 @@ def test_unknown_device() -> None:
 
 
 def test_host_pointers() -> None:
-    """The simulated driver, which Triton queries about pointers, rejects host pointers."""
+    """The simulated driver, which Triton queries about pointers, does not know pageable memory."""
     triton = pytest.importorskip("triton")
     value, host = ctypes.c_uint64(), torch.zeros(3)
     driver = ctypes.CDLL("libcuda.so.1")
@@ -164,7 +164,10 @@ def test_host_pointers() -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "triton", "cuda", "flex"])
 def test_compiled_in_one_graph(backend: str) -> None:
-    """Calls compile as one graph, also with torch 2.11, which supports less in a trace."""
+    """Masked calls compile to one graph, forward and backward.
+
+    The environment has torch 2.11, which can trace less than newer versions.
+    """
     x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = masks.causal() & masks.padding(torch.tensor([40], device="cuda"))
 

@@ -1,4 +1,4 @@
-"""Environment variables of processes on the simulated GPU; as a program, runs Python there."""
+"""Environment variables for the simulated GPU; run as a program, it starts Python with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stand-ins for flash-attn 2, 3, 4 and torch's varlen_attn: same signatures and semantics.
 
 Each stand-in has the arguments, the mask alignment and the restrictions of its original. The
-models also reproduce known pitfalls: the last tile of a sequence loads values after its end and
+stand-ins also reproduce known pitfalls: the last tile of a sequence loads values after its end and
 multiplies them by 0, lse is +inf in rows without keys (flash-attn 2 and torch), and a gradient of
 lse is ignored, except by flash-attn 4.
 """

@@ -1,6 +1,6 @@
 """Test helpers that apply the numerics contract (fused_attn/tools/contract.py).
 
-The tests use no other tolerance.
+These helpers use no other tolerance.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def assert_like_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> dict[str, Tensor]:
-    """Assert that the outputs and all gradients of function(backend) are within the contract.
+    """Assert that outputs and all gradients of function(backend) are within the numerics contract.
 
     Returns:
         The results of the backend, by name.
@@ -223,7 +223,10 @@ def assert_outputs_like_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> None:
-    """Assert that outputs of calls without gradients, which may use other kernels, are correct."""
+    """Assert that outputs are within the numerics contract if no input requires grad.
+
+    Such calls may run other kernels.
+    """
     exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
     def run(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:

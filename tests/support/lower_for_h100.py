@@ -1,12 +1,12 @@
 """Generate FlexAttention's Triton kernels for an H100, on a machine without one.
 
 Inductor lowers the backend's functions for CUDA tensors without values, on a simulated device. Run
-it in a separate process, because it replaces much of torch.cuda:
+this file in a separate process, because it replaces much of torch.cuda:
 
     python tests/support/lower_for_h100.py GUARD_LIBRARY PROBLEMS OUTPUT
 
 GUARD_LIBRARY is built from cuda_guard.cpp. PROBLEMS and OUTPUT are files of torch.save: a list of
-`Lowering.problem`, and the list of `Lowering` for them.
+problems (arguments of `lower`), and the list of `Lowering` for them.
 """
 
 from __future__ import annotations
@@ -152,7 +152,12 @@ def _configure() -> None:
 
 
 def lower(problem: dict[str, Any]) -> Lowering:
-    """Lower one problem; see main for its form."""
+    """Return the code that Inductor generates for a problem.
+
+    Args:
+        problem: "variant", and "tensors": the size, stride, dtype and requires_grad of query, key,
+            value and all operands, as dicts, or None.
+    """
     import torch
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering

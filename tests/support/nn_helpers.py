@@ -24,7 +24,7 @@ def assert_within_contract(
     truth: Mapping[str, Tensor],
     rerun: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """Assert that each tensor in `actual` is within the contract.
+    """Assert that each tensor in `actual` is within the numerics contract.
 
     The limit for gradients applies to names that begin with "grad".
 

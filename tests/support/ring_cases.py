@@ -189,7 +189,7 @@ def second_derivative() -> str:
 
 
 def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
-    """Return True if the result is right for rows that are equal in number on some ranks only."""
+    """Assert that cross-attention is correct if only some ranks have as many queries as keys."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     rows_q, rows_k = [4, 6, 0, 3], [4, 8, 5, 3]
@@ -210,7 +210,7 @@ def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
 
 
 def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> bool:
-    """Return True if positions given as tensors lead to the results of Shardings."""
+    """Assert that positions given as tensors give the same results as Shardings."""
     rank = dist.get_rank()
     rows = [sharding.positions(rank) for sharding in shardings]
     generator = torch.Generator().manual_seed(0)

@@ -243,7 +243,7 @@ def compiled_calls() -> Pairs:
 
 
 def two_dimensions() -> Pairs:
-    """Return attention with dropout, and with batch and heads on different mesh dimensions."""
+    """Return results of attention with dropout on a mesh of two dimensions."""
     mesh, found = mesh_of(2, 2), {}
     leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv(torch.float64)]
     bias = torch.randn(2, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,6 @@
 """CUDA norms of shapes that test_norm.py does not cover.
 
-Blocks process several rounds of rows, and rows are wide, misaligned or of odd sizes.
+Blocks process several rounds of rows. Some rows are wide, misaligned or of odd sizes.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_deterministic(install):
 
 
 def test_early_flash_attn_3(install, monkeypatch):
-    """Early builds of flash-attn 3, which always return (out, lse), give the right results."""
+    """Early builds of flash-attn 3, which always return (out, lse), match eager attention."""
     install("flash-attn-3")
 
     def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):
@@ -216,7 +216,7 @@ def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_graph(install, monkeypatch, dynamic):
-    """Calls with lengths compile with fullgraph=True; out and gradient match eager attention."""
+    """Padding masks compile with fullgraph=True; out and gradient match eager attention."""
     install("flash-attn")
     module = flash_models.MODULES["flash-attn"]
     monkeypatch.setattr(module, "flash_attn_varlen_func", traceable_varlen)

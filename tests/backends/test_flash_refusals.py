@@ -216,7 +216,7 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
 
 
 def test_selected_by_name_only():
-    """The backend is opt-in without a verdict; its verdict depends on engines.py and plan.py."""
+    """Without a verdict, the backend is opt-in; verdicts include a hash of its source files."""
     assert "flash" not in fused_attn.available_backends() or torch.cuda.is_available()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
     assert FLASH.opt_in_reasons(there)

@@ -97,7 +97,7 @@ def test_decode_does_not_see_what_is_behind_the_lengths():
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
 @pytest.mark.parametrize("pages", [False, True])
 def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
-    """Unpaged caches of equal lengths are read in place; others are copied, up to the longest."""
+    """Unpaged caches of equal lengths are read in place; others are copied."""
     seen = []
 
     def attend(query, key, value, *args, **options):

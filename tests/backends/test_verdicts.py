@@ -145,7 +145,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 
 def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
-    """Learned and constant biases have separate verdicts, also under enable()."""
+    """Learned and constant biases have separate verdicts, also under enabled()."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)

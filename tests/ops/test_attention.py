@@ -280,7 +280,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_poison_reaches_the_queries_that_see_it_and_no_other(where, poison, dtype):
-    """NaN or infinity reaches all queries that attend to it, and no others.
+    """NaN or infinity reaches only queries that attend to it, in partial and in full tiles.
 
     This holds for the CPU kernels. A Triton kernel multiplies all queries and keys of a tile, so
     NaN stays out of a row only if no query of its tile attends to it.

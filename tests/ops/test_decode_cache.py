@@ -198,7 +198,7 @@ def test_decoding_step_by_step(backend):
 @pytest.mark.parametrize("new", [0, 1, 19])
 @pytest.mark.parametrize("given", [(0, 0), (37, 37), (0, 37), (120, 90)], ids=str)
 def test_small_steps(given, new, is_causal, layout, dtype):
-    """Small steps without `backend=`, which may skip validation, match the reference."""
+    """Small decoding steps without `backend=`, which may skip validation, match the reference."""
     tensors = random_qkv(2, 4, 2, max(new, 1), CAPACITY, 32, 20)
 
     def of(backend):

@@ -285,7 +285,7 @@ def test_norms_on_every_isa(dtype, isa):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_norms(backend):
-    """Shards of norms drop the right elements of rows so wide that they are read in chunks."""
+    """Shards of norms whose rows are read in chunks drop the elements of the complete call."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
     total = dispatch.run_norm(call, get_backend(backend), True)[1]

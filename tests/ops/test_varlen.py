@@ -1,4 +1,4 @@
-"""Packed sequences give the results of the padded batch."""
+"""Packed sequences give the same results as in a padded batch."""
 
 from __future__ import annotations
 

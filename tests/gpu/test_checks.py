@@ -47,7 +47,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def any_number_of_variants():
-    """Let engines compile a kernel for each check, as in `fused-attn verify`."""
+    """Let the backend "flex" compile any number of variants, as in `fused-attn verify`."""
     with get_backend("flex").verifying():
         yield
 

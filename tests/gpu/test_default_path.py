@@ -135,7 +135,7 @@ def test_rows_without_visible_keys(name, dtype, backend):
     [(1, 1), (3, 3), (20, 20), (36, 36), (100, 100), (192, 192), (256, 256), (40, 24), (64, 100)],
 )
 def test_head_dim(head_dim, head_dim_v, mask, dtype, backend):
-    """Each head_dim up to 256 is within the numerics contract, also with a different head_dim_v."""
+    """Head dimensions up to 256 are within the numerics contract, also if head_dim_v differs."""
     assert_judged(attention(mask), qkv(head_dim, head_dim_v), dtype, backend)
 
 

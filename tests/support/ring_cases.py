@@ -109,7 +109,7 @@ def with_bias(mask: Any, bias: Tensor | None) -> Any:
 
 
 class OnRanks(Function):
-    """Distributed attention of complete tensors; the backward runs forward and backward again."""
+    """Distributed attention of complete tensors; its backward repeats the forward on the ranks."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""fused_attn.nn: constructors, checkpoints, conversion and norms."""
+"""fused_attn.nn: constructors, state_dicts, conversion of torch.nn modules, and norms."""
 
 import copy
 import inspect
@@ -195,7 +195,10 @@ def test_norm(name, kwargs, shape):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_in_half_precision(name, dtype):
-    """In 16 bits, RMSNorm's default eps is float32's, as in torch; small inputs reveal it."""
+    """In float16 and bfloat16, RMSNorm defaults to float32's eps, as torch does.
+
+    The inputs are small enough for eps to affect the result.
+    """
     theirs = perturb(getattr(torch.nn, name)(64)).to(dtype)
     x = (randn(9, 64, grad=False) * 0.01).to(dtype).requires_grad_()
     eps = torch.finfo(torch.float32).eps if theirs.eps is None else theirs.eps

@@ -22,7 +22,7 @@ SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
 
 def activated(x, activation):
-    """Return the exact activation in float64, without cancellation far below 0."""
+    """Return the activation by formulas that do not cancel for large negative numbers."""
     if activation == "gelu":
         return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
     if activation == "gelu_tanh":
@@ -105,7 +105,7 @@ def test_second_order(activation, dropout_p):
 
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_nan_and_infinity(activation):
-    """Elements that dropout keeps equal the exact activation, also for NaN and infinite inputs."""
+    """Elements that dropout keeps have the scaled value and slope, also for NaN and infinities."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
     out = activation_pass(x, None, activation, 0.25)
@@ -174,7 +174,7 @@ def test_other_tensors_are_left_to_torch():
 
 
 def test_results_can_be_changed_in_place():
-    """Results can be changed in place: only ReLU's backward needs its result."""
+    """The result may be changed in place before the backward, except that of ReLU."""
     for activation in ACTIVATIONS:
         x = torch.randn(4, 3, 6, requires_grad=True)
         out = activation_pass(x, None, activation, 0.25)
@@ -294,7 +294,7 @@ def test_autocast(dtype, any_size):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_drops_in_one_pass(norm_first, any_size):
-    """A layer in training never calls torch's dropout, and checkpoints recompute the same bits."""
+    """Training does not call torch's dropout; activation checkpointing gives the same gradient."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, batch_first=True, norm_first=norm_first)
     x = torch.randn(2, 5, 16, requires_grad=True)
     torch.manual_seed(2)

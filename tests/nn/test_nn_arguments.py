@@ -53,7 +53,7 @@ def test_signatures_of_forward_are_those_of_torch(name):
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
 def test_stacks_of_the_same_seed(layers):
-    """Stacks with the same seed have torch's parameters, because both copy the layer argument."""
+    """With the same seed, stacks have torch's parameters, because both copy the given layer."""
     states = []
     for namespace in (torch.nn, fnn):
         torch.manual_seed(3)
@@ -93,9 +93,9 @@ def test_decoder_layer_unbatched():
 @pytest.mark.parametrize("kind", ["bool", "learned"])
 @pytest.mark.parametrize("hint", [None, True])
 def test_decoder_stack(hint, kind, batch_first):
-    """A decoder stack equals torch's with all arguments of forward.
+    """A decoder stack matches torch's with every argument of forward.
 
-    A call with the causal hint has the causal mask as memory_mask too.
+    If the hints are True, memory_mask is causal too, as memory_is_causal promises.
     """
     kwargs = {"batch_first": batch_first}
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)
@@ -132,7 +132,7 @@ def test_transformer_with_every_mask_and_hint(hinted):
 
 
 def test_transformer_of_custom_stacks():
-    """A Transformer with custom stacks converts them, and loads torch's state_dict."""
+    """Transformer converts torch's custom stacks, loads torch's state_dict and matches torch."""
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0), 1)
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0)
     decoder = torch.nn.TransformerDecoder(layer, 1)

@@ -1,4 +1,4 @@
-"""MultiheadAttention against torch.nn: every constructor, mask and layout."""
+"""MultiheadAttention against torch.nn: constructor options, masks, layouts and errors."""
 
 import copy
 
@@ -102,7 +102,7 @@ def test_attention_unbatched(constructor, average):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_of_shared_inputs(shared, bias, batch_first):
-    """Self- and cross-attention equal torch's; shared inputs are projected in one product."""
+    """Self- and cross-attention, which project a shared input in one product, match torch's."""
     theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=batch_first)
     theirs = perturb(theirs.double())
     query, key, _ = attention_inputs(theirs)
@@ -167,7 +167,10 @@ def test_attention_takes_a_fused_attn_mask():
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_attention_fully_masked(dtype, need_weights):
-    """Attention is 0, never NaN, for a fully padded sequence and for a fully masked query."""
+    """Fully padded sequences and fully masked queries have out_proj's bias as output, never NaN.
+
+    Their attention weights are 0, and all gradients are finite.
+    """
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
     x = randn(BATCH, LEN_Q, EMBED, dtype=dtype)
     padding = torch.tensor([[False] * LEN_Q, [True] * LEN_Q])

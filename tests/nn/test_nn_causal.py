@@ -1,4 +1,4 @@
-"""Modules recognize a causal mask tensor once, without a device synchronization."""
+"""Recognition of causal mask tensors: one comparison per version, and none that synchronizes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_masks_without_a_version_are_compared_at_each_call(compared):
 
 
 def test_masks_elsewhere_are_not_looked_at(compared):
-    """Values of masks on other devices are not read, because that would synchronize."""
+    """The values of masks on other devices, and of masks that require grad, are never read."""
     assert not is_causal_mask(torch.ones(4, 4, dtype=torch.bool, device="meta"), None)
     assert not is_causal_mask(causal_bias(4).requires_grad_(), None)
     assert not compared
@@ -94,7 +94,7 @@ def test_masks_elsewhere_are_not_looked_at(compared):
 
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
 def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
-    """All calls and layers share one comparison, and attention receives a causal band."""
+    """All steps and layers share one comparison of a mask, and attention receives a causal band."""
     attended = []
     normalize = validation.normalize
 

@@ -1,4 +1,4 @@
-"""fused_attn.nn under torch.compile (whole graphs, with gradients) and torch.export."""
+"""fused_attn.nn under torch.compile, with gradients, and under torch.export."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_compile_with_dropout():
     ],
 )
 def test_export_with_dropout(backend, strict):
-    """A swapped encoder in training mode is exported with dynamic sizes and a padding mask."""
+    """An encoder exported in training mode with dynamic sizes draws new dropout at each call."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=1)
     fused_attn.swap_modules(model)
@@ -147,7 +147,7 @@ def test_export(case):
 
 
 def test_a_compiled_padded_encoder_warns_of_no_cache(recwarn):
-    """Compiling a padded encoder causes no warning of Dynamo about functools.lru_cache."""
+    """Dynamo does not warn about functools.lru_cache when an encoder with padding is compiled."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 1)
     fused_attn.swap_modules(encoder)
     padded = torch.arange(9) >= torch.tensor([[9], [5]])

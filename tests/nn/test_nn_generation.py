@@ -1,4 +1,4 @@
-"""Decoding with caches gives the results of teacher forcing; greedy and beam search."""
+"""Decoding with caches, compared with teacher forcing; greedy search and beam search."""
 
 import itertools
 
@@ -230,7 +230,7 @@ def searched(seed=0, **kwargs):
 
 
 def score_of(theirs, words, memory):
-    """Return a function of (b, tokens): torch's log-probabilities of all tokens, by position."""
+    """Return a function of (b, tokens) that returns torch's log-probabilities at each position."""
 
     @torch.no_grad()
     def score(b, tokens):

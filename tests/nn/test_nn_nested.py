@@ -1,4 +1,4 @@
-"""Nested tensors and padded batches that contain no tokens."""
+"""Nested tensors with empty sequences, and padded batches without a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
 
 
 def modules():
-    """Return functions by name that accept a nested tensor."""
+    """Return callables that accept a nested tensor, by name."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()

@@ -1,4 +1,4 @@
-"""Encoder stacks that compute only real tokens return torch.nn's results, and 0 in padding."""
+"""Encoder stacks that compute only the real tokens match torch.nn, and return 0 at padding."""
 
 import copy
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def packings(monkeypatch):
 
 
 class Stack(Module):
-    """Stack whose padded rows are set to 0, for comparison with torch's."""
+    """Wrapper that sets padded rows of torch's output to 0, and asserts that ours are already 0."""
 
     def __init__(self, encoder, ignored):
         super().__init__()
@@ -284,7 +284,7 @@ def test_compiled_stacks_are_padded_and_equal():
 def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     is_causal, batch_first, dynamic, any_size
 ):
-    """With data-dependent sizes, compiled stacks use the same graphs for all paddings."""
+    """If data-dependent sizes are allowed, full graphs pack and match eager for every padding."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
@@ -303,7 +303,10 @@ def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
 
 @pytest.mark.parametrize("with_mask", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
-    """All packed batches use the same graphs; padded batches use one more."""
+    """Compiled stacks pack after a graph break, and match eager.
+
+    After two packed batches and one without padding, further batches need no new graph.
+    """
     stack, backend = fused(encoder()), Recorded()
     torch.compiler.reset()
     compiled = torch.compile(stack, backend=backend)
@@ -339,9 +342,9 @@ def test_compiled_packing_with_dropout(any_size):
 @pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
 def test_what_graphs_do_not_pack(why, any_size):
-    """Graphs retain padding with a positional mask, a hook, or packing turned off.
+    """Compiled graphs keep the padding with a positional mask, with a hook, or if packing is off.
 
-    A positional mask requires padding at the end, which only the values show.
+    With a positional mask, packing requires padding at the end, which a graph cannot know.
     """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
@@ -382,7 +385,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A transposed padding mask is an error, although its number of elements is right."""
+    """A padding mask of the wrong shape is an error, also if its number of elements is right."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

@@ -110,7 +110,7 @@ def test_layer_respects_each_dropout(norm_first):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_dropout_rate(norm_first):
-    """The fused dropout preserves the expectation of the branch."""
+    """The fused dropout keeps a share 1 - p of the branch and scales it by 1 / (1 - p)."""
     layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
     layer.double()
     layer.dropout1.p = 0.25
@@ -295,9 +295,9 @@ def test_is_causal_mask(dtype):
 
 
 def test_encoder_of_layers_with_appended_keys():
-    """An encoder of layers with appended keys equals torch's.
+    """An encoder whose layers append keys (add_bias_kv) matches torch's.
 
-    Its layers cannot share one Mask, which would hide the appended keys.
+    Such layers cannot share one Mask, because it would mask the appended keys.
     """
     theirs = encoder_pair()
     for layer in theirs.layers:

@@ -101,7 +101,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """With GQA and dropout, the gradient of the float mask has the shape of the mask."""
+    """With GQA, dropout and a broadcast float mask, weights and all gradients are right."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -156,7 +156,7 @@ def test_nan_in_masked_keys(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """The returned weights include the dropout of the output; the average is taken after it."""
+    """The returned weights include the dropout of the output; they are averaged after dropout."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -290,7 +290,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """The module equals torch's for masks longer than a tile, and with keys appended at the end."""
+    """The module matches torch for sequences longer than a tile, with and without appended keys."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
@@ -312,7 +312,7 @@ def test_module_against_torch(kind, appended, average, batch_first):
 
 
 def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
-    """need_weights=True, the default, does not change the output."""
+    """need_weights=True, the default, calls a second op for the weights, with the same output."""
     calls = []
     for name in ("attention_fwd", "attention_weights"):
         real = getattr(ops, name)
@@ -327,7 +327,7 @@ def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
 
 
 def test_causal_and_appended_keys_stay_structure(monkeypatch):
-    """Padding and causality remain structured masks, also with appended keys."""
+    """With appended keys, causality stays a band, and padding stays a (batch, 1, 1, keys) mask."""
     seen = []
     attend = F.scaled_dot_product_attention
 

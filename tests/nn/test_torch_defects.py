@@ -30,7 +30,10 @@ def attention(**kwargs):
 
 
 def test_need_weights_with_a_sequence_of_padding_alone():
-    """Fully padded keys yield NaN in torch, and out_proj's bias and zero weights in fused_attn."""
+    """With all keys padded, torch returns NaN; fused_attn returns out_proj's bias and zero weights.
+
+    In torch, even a loss on the other sequence alone has NaN gradients.
+    """
     theirs, ours = attention()
     x = torch.randn(BATCH, LENGTH, EMBED)
     out, weights = theirs(x, x, x, ALL_PADDED)
@@ -83,7 +86,7 @@ def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
     "appended", [{"add_zero_attn": True}, {"add_bias_kv": True}], ids=lambda a: next(iter(a))
 )
 def test_causal_hint_with_appended_keys(appended):
-    """torch's causal hint masks the appended key or reveals another; fused_attn's has no effect."""
+    """With appended keys, is_causal=True changes the result of torch, but not of fused_attn."""
     theirs, ours = attention(**appended)
     x, mask = torch.randn(BATCH, LENGTH, EMBED), causal_bias(LENGTH, torch.float32)
 

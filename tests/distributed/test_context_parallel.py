@@ -143,7 +143,7 @@ def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
 
 @pytest.mark.parametrize(("mode", "dropout"), [("", False), ("compile", False), ("", True)])
 def test_context_tensor_and_data_parallel(mode, dropout, ranks):
-    """A training step on 2 x 2 ranks equals that of one process, also with attention dropout."""
+    """Training with context, tensor and data parallelism on 2 x 2 ranks matches one process."""
     mask = MASKS["window"] if dropout else masks.causal() & masks.documents(torch.arange(13) // 5)
     model = transformer().train(dropout)
     for layer in model.layers:

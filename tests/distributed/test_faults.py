@@ -39,13 +39,13 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(mistake, kind, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_may_have_empty_caches(kind, ranks):
-    """A rank communicates in every call, even if values derived from a mask are cached."""
+    """Calls neither fail nor hang if the ranks have cached different parts of the mask."""
     assert ranks.run(with_cold_caches, kind) == [True] * 4
 
 
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
 def test_a_failing_rank_is_an_error_on_the_others(fault, tmp_path):
-    """If one rank fails, the others raise within the timeout of the process group."""
+    """If one rank dies or stalls, the others raise an error instead of hanging."""
     ranks = Processes(3, tmp_path, timeout=TIMEOUT)
     try:
         for traceback, result in ranks.outcomes(survive, "ring", fault, 2 * TIMEOUT)[:2]:

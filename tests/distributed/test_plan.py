@@ -1,4 +1,4 @@
-"""Masks of parts of a call, and plans of ring attention, against dense masks."""
+"""Masks restricted to a part of a call, and plans of ring attention, against dense masks."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_pieces_end_with_their_sequence():
     ids=["causal", "window", "documents", "none"],
 )
 def test_only_visible_keys_are_received(mask, most):
-    """Contiguous shards receive at most a limited share of the keys of other ranks."""
+    """Ranks receive only keys that their queries need; a causal mask halves their number."""
     length, ranks = 1024, 8
     spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
     sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))
@@ -199,7 +199,7 @@ def test_shardings_are_partitions():
 
 
 def test_visible_dense_helper():
-    """`visible_of` and `dense_of` agree, so the tests above compare with the kernels' reference."""
+    """The helpers `visible_of` and `dense_of` return the same visible pairs."""
     shape = (2, 2, 9, 11)
     spec = spec_of(drawn_mask(3, STRUCTURED, shape), shape)
     assert torch.equal(visible_of(spec, shape).expand(shape), dense_of(spec, *shape)[0])

@@ -134,7 +134,7 @@ def test_queries_and_keys_of_different_lengths(name, method, ranks):
      ((LENGTH, 1), True)],
 )  # fmt: skip
 def test_gradient_of_a_bias(shape, per_head, method, ranks):
-    """The gradients of all ranks add up to that of one process."""
+    """The bias gradients of all ranks add up to that of one process."""
     dtype = one_of(torch.float32, torch.bfloat16, per_head)
     sizes = (BATCH, HEADS, *shape) if per_head else shape
     bias = torch.randn(sizes, generator=drawn(1))
@@ -226,14 +226,14 @@ def test_second_derivatives_are_refused(ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cross_attention_without_positions(method, ranks):
-    """Cross-attention is right if one rank happens to have equal numbers of queries and keys."""
+    """Without positions, cross-attention is right if some ranks have as many queries as keys."""
     assert ranks.run(cross_attention, *METHODS[method]) == [True] * 4
 
 
 @pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, LENGTH_K)])
 @pytest.mark.parametrize("method", METHODS)
 def test_positions_as_tensors(method, lengths, ranks):
-    """Positions may be passed as one tensor, or as a pair for queries and keys."""
+    """Positions as one tensor, or as a pair for queries and keys, give the results of Shardings."""
     queries = shardings(4, lengths[0])
     both = queries, queries if lengths[0] == lengths[1] else shardings(3, lengths[1])
     assert ranks.run(positions_as_tensors, *METHODS[method], both) == [True] * 4

@@ -1,4 +1,7 @@
-"""benchmarks/scale_simulation.py follows the plans; the example of docs/distributed.md runs."""
+"""benchmarks/scale_simulation.py computes the expected traffic and times.
+
+The example in docs/distributed.md runs on two ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding with a cache on four ranks, compared with one process."""
+"""Decoding with a cache that is distributed over four ranks, compared with one process."""
 
 from __future__ import annotations
 

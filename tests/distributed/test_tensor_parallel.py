@@ -1,4 +1,4 @@
-"""Tensor parallelism on gloo gives the results of one process."""
+"""Tensor parallelism on gloo matches the results of a single process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def four(request):
 
 
 def assert_equal(found):
-    """Assert that results on each rank are equal up to rounding of float64.
+    """Assert that the results of each rank equal those of one process up to float64 rounding.
 
-    Rounding is relative to the largest result, because the gradient of the keys' bias is only
+    The tolerance is relative to the largest result, because the gradient of the key bias is only
     rounding error.
     """
     for of_rank in found:

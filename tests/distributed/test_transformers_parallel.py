@@ -1,4 +1,4 @@
-"""A transformers Llama with packed rows distributed over ranks, manually and by Trainer."""
+"""Training of a transformers Llama with packed rows distributed over ranks, also by Trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_training_steps(checkpoint, method, swap, ranks):
 def test_trainer(accumulated, swap, ranks, tmp_path):
     """Losses and weights equal those of a Trainer in one process.
 
-    transformers computes the loss in float32, so the losses agree to its precision.
+    transformers computes the loss in float32, so losses agree only to float32 precision.
     """
     expected = trained(str(tmp_path), swap, False, accumulated)
     results = ranks.run(trained_by_ranks, str(tmp_path), swap, accumulated)

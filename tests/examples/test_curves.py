@@ -1,4 +1,4 @@
-"""Loss curves of two backends, compared with float64, on a tiny model."""
+"""examples/curves.py on a tiny model: loss curves of two backends, compared with float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ STEPS = 30
 
 
 def training(prepare: curves.Prepare, fault: float = 0.0) -> list[float]:
-    """Return losses of a small attention layer; queries are off by `fault`, except on eager."""
+    """Return the loss of each step of training a small attention layer.
+
+    Except on eager, queries have the relative error `fault`.
+    """
     model = prepare(torch.nn.Linear(8, 24))
     x = torch.randn(4, 1, 9, 8).to(model.weight.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

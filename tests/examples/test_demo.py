@@ -1,4 +1,4 @@
-"""examples/minilm_demo.py on a short text."""
+"""examples/minilm_demo.py on a short text, without its packages and without its model."""
 
 import os
 import re

@@ -23,7 +23,7 @@ SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
 
 @pytest.mark.thorough
 def test_two_processes_give_the_losses_of_one(tmp_path):
-    """Two processes have the losses of one; only the first prints and writes results."""
+    """Two processes compute the losses of one, and only one of them prints the results."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "gpt_parallel.py")]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_rows_consist_of_documents():
 
 
 def test_loss_of_a_row_is_that_of_separate_documents():
-    """The loss of a packed row equals that of its documents computed separately."""
+    """The loss of a packed row is the mean over all labels, with each document computed alone."""
     torch.manual_seed(0)
     model = gpt_model.GPT(50).double()
     row = gpt_parallel.pack(SCENES, 100)
@@ -76,7 +76,10 @@ def test_loss_of_a_row_is_that_of_separate_documents():
 
 
 def test_sent_bytes():
-    """Documents on one rank send nothing; longer ones send the keys that a causal mask needs."""
+    """A document that lies on one rank causes no traffic.
+
+    For one that spans ranks, only the keys and values that the causal mask needs are sent.
+    """
     size = 3 * gpt_model.NUM_LAYERS * gpt_model.NUM_HEADS_KV * 2 * gpt_model.HEAD_DIM * 4 / 1e6
     for documents, rows in (([8], 4), ([4, 4], 0), ([3, 3, 2], 1)):
         ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]

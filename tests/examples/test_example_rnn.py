@@ -88,7 +88,10 @@ def test_steps_are_teacher_forcing(model):
 
 @torch.no_grad()
 def test_search_is_greedy(model):
-    """Search returns the most likely tokens of teacher forcing, up to <eos>."""
+    """Up to <eos>, each token that search returns is the argmax of its teacher-forced logits.
+
+    All later tokens are <eos>.
+    """
     source = sentences(7, 3)
     said = model.search(source)
     assert said.shape[1] <= 7 + translation.LONGER_BY

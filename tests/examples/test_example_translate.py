@@ -143,7 +143,7 @@ def test_cached_search_is_recomputation(model):
 
 @torch.no_grad()
 def test_beams_are_likelier(model):
-    """Beam search finds sequences of higher log-probability / length ** 0.6 than greedy search."""
+    """Beam search has a higher mean of log-probability / length ** 0.6 than greedy search."""
     source = sentences(6, 6, 6, 6)
     likelihoods = []
     for beams in (1, 8):
@@ -157,7 +157,7 @@ def test_beams_are_likelier(model):
 
 
 def test_embeddings(model):
-    """Embeddings are scaled by sqrt(d_model) and share one matrix on request."""
+    """Embeddings are scaled by sqrt(d_model); source and target share one matrix if requested."""
     shared = model.source is model.target
     assert (model.project.weight is model.source.weight) == shared
     names = {name for name, _ in model.named_parameters()}

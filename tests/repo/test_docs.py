@@ -1,4 +1,4 @@
-"""Links of the pages: the named files and symbols exist."""
+"""Files and symbols that the pages name exist, and generated tables are up to date."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_FILES, MAX_BYTES, MAX_TREE = 8, 16 << 20, 64 << 20
 
 
 def check(out):
-    """Return the results in a folder; assert that they are valid and small."""
+    """Return the results in a folder, after checking their format and the sizes of the files."""
     jsonschema = pytest.importorskip("jsonschema", reason="reason: needs jsonschema")
     results = json.loads((out / "results.json").read_text())
     jsonschema.validate(results, SCHEMA)
@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def test_faults(tmp_path, capsys):
-    """Each unit has the right status; later units and the next section still run."""
+    """Each planted fault has the right status; later tests and the next section still run."""
     planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
     results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
     wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
@@ -84,7 +84,7 @@ def test_faults(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """A section over its time limit is cut; finished units stay, and unfinished ones are named."""
+    """When time is up, a section is cut: its finished test stays ok, and the rest is skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
     results = session(tmp_path, slow, GOOD, seconds=8.0)
@@ -93,7 +93,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """Finished tests are always in the file, also after SIGTERM."""
+    """After SIGTERM, results.json has the finished test and marks all others as skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (
@@ -119,7 +119,7 @@ def test_sigterm_half_way(tmp_path):
 
 @pytest.mark.parametrize("builds", [pytest.param(True, marks=MORE), False])
 def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
-    """_cuda is built while other sections run; if that fails, only the CUDA section is skipped."""
+    """A missing _cuda module is built; if that fails, only the section that needs it is skipped."""
     facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
     facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('reason: no module')\n"
     for name, text in (("facts", facts), ("good", GOOD)):
@@ -140,7 +140,10 @@ def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
 
 
 def test_plan_of_a_session():
-    """Sections fit into the time limit, and the tree is small enough to be copied."""
+    """The sections fit into a session, and a dry session has the same ones.
+
+    The files of the repository are small enough to be copied to a GPU machine.
+    """
     sections = gpu_sections.on_gpu()
     in_a_row = [s.seconds for s in sections if not s.beside and s.name != "memcheck"]
     assert sum(in_a_row) <= 545  # correctness rarely takes its whole limit
@@ -154,7 +157,7 @@ def test_plan_of_a_session():
 
 @pytest.mark.thorough
 def test_dry_session(tmp_path):
-    """Every section has a result within four minutes, without a GPU."""
+    """A dry session, without a GPU, has a result for every section within four minutes."""
     command = [sys.executable, "scripts/gpu_session.py", "--dry", "--seconds", "240"]
     began = time.monotonic()
     done = subprocess.run(

@@ -167,9 +167,10 @@ def published(monkeypatch, repository):
 
 @pytest.mark.parametrize("name", ["Bert", "Llama", "Mistral", "Gemma2", "GptOss"])
 def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
-    """A model agrees with eager if its attn_implementation is the name of the Hub repository.
+    """A model whose attn_implementation is the name of the Hub repository agrees with eager.
 
-    The models have padding, windows (the last three), softcap (Gemma2) and sinks (GptOss).
+    The inputs are padded. The models have windows (the last three), softcap (Gemma2) and sinks
+    (GptOss).
     """
     from hf_families import FAMILIES
 

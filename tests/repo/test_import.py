@@ -1,4 +1,4 @@
-"""import fused_attn and ordinary calls do not import triton."""
+"""Importing fused_attn: what it does not import, import order, and the error without torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_flops_are_counted_whoever_imports_the_counter(before):
 
 
 def test_the_counter_may_come_from_anywhere():
-    """Finding and executing torch.utils.flop_counter twice does not break its import."""
+    """torch.utils.flop_counter can be imported after its spec was found and executed twice."""
     run(
         """
 import fused_attn, importlib.util

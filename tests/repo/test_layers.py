@@ -1,4 +1,4 @@
-"""Layers of the package, and folders of csrc/cpu, import only from those before them."""
+"""Modules import only from their layer and those below; headers of csrc/cpu do so by folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer(module: str) -> int:
 
 
 def imports(module: str) -> set[str]:
-    """Return the modules of the package that a module imports, inside functions too."""
+    """Return the modules of the package that a module imports, at its top or in functions."""
     found = []
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):

@@ -168,7 +168,7 @@ def test_windows_is_refused_before_anything_is_looked_for(tmp_path):
 
 
 def test_a_compiler_without_openmp_is_told_what_to_install(tmp_path):
-    """CMake's error for a compiler that rejects -fopenmp names the packages to install."""
+    """If the compiler rejects -fopenmp, CMake's error names the packages to install."""
     own = "case \"$*\" in *openmp*) echo 'unrecognized option' >&2; exit 1;; esac"
     executable(tmp_path / "no-openmp", f'{own}\nexec g++ "$@"')
     text = configured(tmp_path, f"-DCMAKE_CXX_COMPILER={tmp_path / 'no-openmp'}")

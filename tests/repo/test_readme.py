@@ -73,7 +73,7 @@ def test_every_mask_is_listed():
 
 
 def test_every_backend_has_a_status():
-    """The README's table lists every backend; others in it are marked as planned."""
+    """The README's table lists every backend; all other rows are marked as planned."""
     from fused_attn.backends.registry import BACKENDS
 
     _, table = README.read_text("utf-8").split("| backend |")
@@ -94,7 +94,7 @@ def test_values_of_environment_variables_are_listed():
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
 def test_figures_are_those_of_the_results(name, monkeypatch):
-    """The figures on the page are those that `python benchmarks/report.py` writes."""
+    """The generated results on the page are those that `python benchmarks/report.py` writes."""
     pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import report

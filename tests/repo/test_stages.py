@@ -1,4 +1,4 @@
-"""scripts/stages.py, tested on stages with a few tests."""
+"""scripts/stages.py, run on small planted test files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wheels: required system libraries, contents and OpenMP."""
+"""Wheels: contents, required system libraries, reuse of object files, and one OpenMP runtime."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ def done(*command: str | Path, **variables: str) -> str:
 
 @contextlib.contextmanager
 def locked_build() -> Iterator[None]:
-    """Lock the build folders, which tests in parallel processes share."""
+    """Hold a lock on the build folders, which tests in other processes use too."""
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ def test_wheel_needs_what_systems_have(wheel, tmp_path):
 @linux
 @pytest.mark.slow
 def test_nothing_is_compiled_twice(tmp_path):
-    """In-place and wheel builds share objects, regardless of PATH and pybind11's folder."""
+    """In-place and wheel builds share object files, even if PATH and the pybind11 folder differ."""
     for module in ("build", "cmake", "ninja", "pybind11"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     for tool in ("cmake", "ninja"):
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_twice(tmp_path):
 
 @linux
 def test_threads_are_those_of_torch():
-    """The process loads only torch's libgomp, because a second one would have separate threads."""
+    """A process that uses the package loads one libgomp; two would have separate thread pools."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"

@@ -1,4 +1,4 @@
-"""scripts/words.py finds planted breaches."""
+"""scripts/words.py finds planted breaches of its rules, and its exceptions still apply."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ def test_workflows_call_what_is_there():
 
 
 def test_modules_that_workflows_run_do_something():
-    """Modules in `python -m` have a main program; without one, nothing would run."""
+    """Every module that a workflow runs with `python -m` has a `__main__` entry point.
+
+    Without one, the step would silently do nothing.
+    """
     for text in [path.read_text() for path in WORKFLOWS]:
         for name in re.findall(r"python3? -m (fused_attn[.\w]*)", text):
             path = ROOT / name.replace(".", "/")

@@ -1,4 +1,4 @@
-"""The benchmarks run at toy sizes on CPU tensors, so that none fails first on a GPU."""
+"""Benchmarks run at toy sizes on the CPU, so that mistakes in GPU benchmarks show without a GPU."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ sys.exit(cli.main(sys.argv[1:]))
     "command", ["doctor", "bench --shape 1,1,32,32,8 --mask causal", "verify --help"]
 )
 def test_without_the_cpu_module(command):
-    """The tools run without compiled modules, on Triton, FlexAttention and torch's kernels."""
+    """The commands run if the compiled CPU module cannot be imported."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MODULE, *command.split()], capture_output=True, text=True
     )

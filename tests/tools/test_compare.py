@@ -59,7 +59,7 @@ def test_transformer_is_within_the_contract(dtype, norm_first):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_measured_against_float64(dtype):
-    """Every error in the report on a model with one norm equals the one computed by hand."""
+    """For a model with one norm, the reported errors and limits equal those computed by hand."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(16)).to(dtype)
     x = torch.randn(64, 16, dtype=dtype)
     report = compare(model, x)
@@ -134,7 +134,10 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
-    """Rounding errors in eager runs must not change T5's distance buckets."""
+    """In T5, a correct kernel passes and a mistake is reported, because limits stay small.
+
+    They would be large if rounding errors in eager runs could change the distance buckets.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4

@@ -1,4 +1,4 @@
-"""compare judges the swapped model: it is not ok if outputs depend on padded rows."""
+"""compare judges the packed model, and reports outputs that depend on padded rows."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_padded_rows_that_are_read_are_reported(name):
 
 @NAMES
 def test_the_packed_model_is_judged(name, monkeypatch):
-    """The packed model runs once; its layers are recorded in a run with padding."""
+    """One packed run decides the verdict; layer outputs are recorded in a run with padding."""
     packings = recorded_packings(monkeypatch)
     model, args, kwargs = made(name, real_only=True)
     report = compare(model, *args, **kwargs)

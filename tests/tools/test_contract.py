@@ -1,4 +1,4 @@
-"""The rule of the numerics contract on single results."""
+"""The rule of the numerics contract, applied to single tensors."""
 
 from __future__ import annotations
 

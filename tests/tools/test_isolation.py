@@ -53,7 +53,7 @@ def on_pretended_gpu(monkeypatch, fails):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("how", ["crash", "sticky"])
 def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
-    """After a crash, other checks and classes run in a new process and are stored."""
+    """After a crash, the other checks run in a new process, and their verdicts are stored."""
 
     def fails(check):
         return how if getattr(check, "mask", "") == "causal" and check.gradients else ""
@@ -75,7 +75,7 @@ def test_a_gpu_that_computes_no_more_is_given_up(verdict_folder, monkeypatch):
 
 @pytest.mark.parametrize("function", [os.abort, partial(os._exit, 3), partial(time.sleep, 60)])
 def test_workers(function):
-    """The step after a dead or stopped process runs in a new process."""
+    """If the process dies or exceeds its time limit, the next step runs in a new one."""
     worker = isolation.Worker(5.0)
     assert worker.run(math.sqrt, 4.0) == 2.0
     with pytest.raises(isolation.WorkerError, match=r"SIGABRT|exit status 3|no result after 5 s"):

@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """A check that runs later can rule out classes that were judged usable before."""
+    """An error that occurs only at the sizes of a class, not in small checks, rules it out."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -388,7 +388,7 @@ def test_a_full_plan_is_of_all_classes():
     ids=repr,
 )
 def test_checks(check, backend, capsys):
-    """Checks pass, and the code that they print runs."""
+    """Each check passes, run by the code that a report prints for it."""
     code = f"from fused_attn.tools.checks import *; {check!r}.show({backend.name!r}, 'cpu')"
     out = run_snippet(code, capsys)
     assert out and all(line.startswith("ok") for line in out.splitlines())

@@ -1,4 +1,4 @@
-"""fused_attn.enable() under torch.compile (whole graphs) and torch.export, and their caches."""
+"""fused_attn.enable() under torch.compile (full graphs and caches) and under torch.export."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_compiled_graphs_do_not_change():
 
 
 def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
-    """torch.compile caches graphs with and without enable() apart, by a tag in the cache key."""
+    """Compile caches keep graphs with and without enable() apart, by a tag in the cache key."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
     hits = torch._dynamo.utils.counters["aot_autograd"]
@@ -144,7 +144,7 @@ def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
 
 
 def test_threads_without_the_tag_compile_torchs_own():
-    """A thread that lacks the cache key tag, which is thread-local, compiles torch's attention."""
+    """If the cache key tag is thread-local, a thread that lacks it compiles torch's attention."""
     query = torch.randn(BATCH, HEADS, LEN, 8)
     fused_attn.enable()
     tags = []

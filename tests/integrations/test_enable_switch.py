@@ -166,7 +166,7 @@ class Kernels(Backend):
     ],
 )
 def test_choice_on_cuda(automatic, name, head_dim, taken):
-    """CUDA calls run on a default or requested backend that supports them, and else on torch."""
+    """CUDA calls run on a default or requested backend that supports them, otherwise on torch."""
     asked_for = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
     with (
         mock.patch.dict(registry.BACKENDS, triton=Kernels(automatic)),

@@ -1,4 +1,4 @@
-"""swap_modules: swapped and skipped modules; everything else is unchanged."""
+"""swap_modules: which modules it swaps, skips and restores, and what it leaves unchanged."""
 
 import copy
 from types import SimpleNamespace
@@ -246,7 +246,7 @@ def test_restore_refuses_modules_that_changed_class():
 
 
 def test_report_says_what_a_gpu_runs_on():
-    """The report notes GPUs without verified kernels; on CUDA, it suggests `fused-attn verify`."""
+    """The report suggests `fused-attn verify` on CUDA, and says that MPS has no kernels."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     report = swap_modules(model)
     assert not report.notes

@@ -82,7 +82,10 @@ def test_activations(name):
 
 
 def test_one_pass_each():
-    """Training calls none of torch's GELU, dropout and norm; checkpoints recompute equal values."""
+    """Training does not call torch's GELU, dropout or layer norm.
+
+    Gradient checkpointing gives the same output and gradients.
+    """
     model = new(attention_probs_dropout_prob=0.1).train()
     swap_modules(model)
     inputs = batch()

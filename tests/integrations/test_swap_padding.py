@@ -1,4 +1,4 @@
-"""Padded rows after a swap are 0, with a note, unless remove_padding=False."""
+"""After a swap, padded rows are 0 and the report says so, unless remove_padding=False."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""swap_modules reports attention that it cannot fuse; profilers and reprs show kernels."""
+"""swap_modules reports attention that it does not fuse. Reprs and profilers show what is fused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Loss(nn.Module):
 
 
 class Either(nn.Module):
-    """Attention of nanoGPT."""
+    """Attention as in nanoGPT: torch's function, or hand-written if `flash` is False."""
 
     def __init__(self, flash):
         super().__init__()
@@ -98,7 +98,7 @@ class Processor:
 
 
 class Processed(nn.Module):
-    """Attention of diffusers."""
+    """Attention as in diffusers: a processor calls torch's function."""
 
     def __init__(self):
         super().__init__()

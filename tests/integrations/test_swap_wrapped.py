@@ -1,4 +1,4 @@
-"""swap_modules with torch's inference paths, wrappers, copies and training."""
+"""swap_modules with torch's inference paths, wrappers, copies, training and TorchScript."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ def layer(kind=torch.nn.TransformerEncoderLayer):
 
 
 def classifier():
-    """Model with a norm, attention and other modules."""
+    """Return a model with an encoder layer, a norm and linear layers."""
     return perturb(
         torch.nn.Sequential(
             torch.nn.Linear(6, EMBED), layer(), torch.nn.LayerNorm(EMBED), torch.nn.Linear(EMBED, 3)
@@ -173,7 +173,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_parametrized_parts_keep_working():
-    """Parametrized in_proj_weight prevents fusion; parametrized out_proj or linear1 is called."""
+    """A parametrized in_proj_weight prevents the swap; parametrized out_proj and linear1 do not."""
     model = perturb(torch.nn.ModuleList([layer() for _ in range(3)])).double()
     parametrize.register_parametrization(model[0].self_attn, "in_proj_weight", Doubled())
     parametrize.register_parametrization(model[1].self_attn.out_proj, "weight", Doubled())

@@ -88,7 +88,7 @@ def test_numerics(case):
 
 @pytest.mark.parametrize("case", ["swin"], indirect=True)
 def test_relative_position_bias_is_learned(case):
-    """Swin's position bias arrives as a float mask, which includes the mask of shifted windows."""
+    """Swin's position bias is a learned float mask, which includes the mask of shifted windows."""
     model, images, calls, _ = case
     with taken_over() as computed:
         results = run(model, (images,))

@@ -1,4 +1,4 @@
-"""docs/compatibility.md gives a reason for each test of PyTorch that differs."""
+"""Each row of differences in docs/compatibility.md names tests of PyTorch and has a reason."""
 
 from __future__ import annotations
 

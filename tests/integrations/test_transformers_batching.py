@@ -41,7 +41,10 @@ def one_by_one(model):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """generate_batch returns eager's tokens with windows, softcap (Gemma2) and sinks (GptOss)."""
+    """generate_batch with our attention returns the tokens of `generate` with eager attention.
+
+    Some models have windows, softcap (Gemma2) or sinks (GptOss).
+    """
     model = DECODERS[name].model("fused_attn")
     with stats() as counts:
         tokens = in_batches(model)

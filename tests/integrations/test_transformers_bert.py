@@ -1,4 +1,4 @@
-"""Hugging Face BERT on fused_attn equals eager attention; masks are structured."""
+"""Hugging Face BERT on fused_attn matches eager attention, and its masks remain structured."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Hugging Face model families on fused_attn equal eager attention, forward and backward."""
+"""Hugging Face model families on fused_attn match eager attention, forward and backward."""
 
 import copy
 import warnings
@@ -63,8 +63,8 @@ def exact_softmax(monkeypatch):
 class Outputs(torch.nn.Module):
     """Wrapper for `run` that returns the outputs to compare, without padded tokens.
 
-    In left padding of a causal row, where no key is visible, eager attention averages all values
-    and fused_attn returns 0. Real tokens do not attend to them.
+    At left padding of causal models, no key is visible: eager attention averages all values, and
+    fused_attn returns 0. Real tokens do not attend to padding.
     """
 
     def __init__(self, model, names):
@@ -203,7 +203,10 @@ def test_arguments_that_change_nothing_are_ignored(calls):
 
 
 def test_packed_sequences_may_be_told_twice():
-    """Packed sequences may have both position_ids and cu_seqlens, which data collators pass."""
+    """Packed sequences may have both position_ids and cu_seqlens, which data collators pass.
+
+    Without position_ids, cu_seqlens are refused.
+    """
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]
     packed = {

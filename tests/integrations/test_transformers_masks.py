@@ -1,4 +1,4 @@
-"""The mask function for Hugging Face transformers returns structured masks."""
+"""The mask function for transformers returns structured masks, which models may use as tensors."""
 
 import copy
 import ctypes

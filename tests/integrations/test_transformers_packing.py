@@ -83,7 +83,7 @@ def inputs(real):
 
 
 class Tokens(torch.nn.Module):
-    """Return the hidden states of a model's real tokens."""
+    """Wrapper that returns the hidden states of a model's real tokens."""
 
     def __init__(self, inner, real):
         super().__init__()
@@ -206,7 +206,10 @@ def test_what_cannot_be_packed_is_not(change, packings):
 
 
 def test_padding_is_zero_whatever_there_is_of_it():
-    """Padded rows are 0 with packing, too little padding to pack, and requested hidden states."""
+    """Padded rows are 0 in packed batches, and in batches with too little padding to pack.
+
+    A call that requests hidden states does not change later calls.
+    """
     fused = model("Bert")
     fused_attn.swap_modules(fused)
     little = torch.ones(8, LENGTH, dtype=torch.bool)
@@ -329,7 +332,7 @@ def test_compiled_models(name, fullgraph, packings):
 
 
 def test_arguments_of_models_with_rotary_embeddings(packings):
-    """Batches with these arguments are packed, unless they request tuples or hidden states."""
+    """Batches are packed with these arguments, unless tuples or hidden states are requested."""
     eager, call = model("Gte"), inputs(REAL["left"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)

@@ -15,9 +15,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# CMake reads CXX only in a new build folder, so the name of the folder contains it.
+# CMake reads CXX only when it first configures a build folder, so each compiler has a separate one.
 COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
-# Name of the attribute of each tool's module that contains the folder of its programs.
+# The attribute of each tool's Python package that holds the path of its bin directory.
 WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 
@@ -25,8 +25,9 @@ CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 def find_tool(name: str) -> str:
     """Return the path of a build tool: from its wheel, beside this Python, or on the PATH.
 
-    The PATH comes last: it differs between make, pip and a shell, and another CMake would rebuild
-    everything. pip's isolated build environments import their wheels, not those beside Python.
+    The PATH comes last, because it differs between make, pip and a shell, and another CMake would
+    rebuild everything. The wheel comes first, because in pip's isolated build environments the
+    tools beside Python are those of the outer environment.
     """
     try:
         folder = getattr(importlib.import_module(name), WHEEL_BIN_DIRS[name], None)
@@ -35,15 +36,16 @@ def find_tool(name: str) -> str:
     beside = shutil.which(name, path=sysconfig.get_path("scripts"))
     path = (folder and shutil.which(name, path=folder)) or beside or shutil.which(name)
     if path is None:
-        raise SystemExit(f"fused_attn: {name} not found; install it: pip install {name}")
+        raise SystemExit(f"fused_attn: {name} not found: pip install {name}")
     return path
 
 
 def build_dir() -> Path:
-    """Return the build folder; its name contains the Python ABI, CXX and the tool versions.
+    """Return the build folder, whose name contains the Python ABI, CXX and the tool versions.
 
-    CMake versions order flags differently, and ninja cannot read the log of a newer version. The
-    folder is kept, so that the next build compiles only changed sources.
+    Versions of CMake order flags differently, which would recompile everything, and ninja cannot
+    read the build log of a newer ninja. The folder is not removed after a build, so that the next
+    one compiles only changed sources.
     """
     parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
     for tool in WHEEL_BIN_DIRS:
@@ -53,18 +55,22 @@ def build_dir() -> Path:
 
 
 def pybind11_cmake_dir() -> str:
-    """Return a link to pybind11's CMake folder, whose path differs in every build environment."""
+    """Return the path of pybind11's CMake folder, through a link whose path never changes.
+
+    The folder itself has another path in each isolated build environment, and CMake would rebuild
+    everything.
+    """
     try:
         import pybind11
     except ImportError:
-        raise SystemExit("fused_attn: pybind11 not found; pip install pybind11") from None
+        raise SystemExit("fused_attn: pybind11 not found: pip install pybind11") from None
     package, folder = Path(pybind11.__file__).parent, Path(pybind11.get_cmake_dir())
     if package not in folder.parents:
         return str(folder)
     link = ROOT / "build" / f"pybind11-{pybind11.__version__}"
     if not link.exists():
         link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)  # it points into a deleted environment
+        link.unlink(missing_ok=True)  # a dangling link: its environment was deleted
         link.symlink_to(package)
     return str(link / folder.relative_to(package))
 
@@ -92,12 +98,13 @@ class CMakeBuild(build_ext):
         self.build_dir = build_dir()
         self.configure_and_build()
         if self.inplace:
-            # Replace the file instead of overwriting it: a process may have it mapped.
+            # Remove the old modules first: overwriting one would change the code of processes that
+            # have mapped it.
             self.remove_modules(ROOT)
         super().run()
 
     def build_extensions(self) -> None:
-        # CMake decides which modules are built. Remove those of earlier builds.
+        # CMake decides which modules are built, so one of an earlier build may have to go.
         self.remove_modules(Path(self.build_lib))
         run_cmake("--install", str(self.build_dir), "--prefix", str(Path(self.build_lib).resolve()))
 
@@ -108,8 +115,8 @@ class CMakeBuild(build_ext):
     def configure_and_build(self) -> None:
         cache = self.build_dir / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-            shutil.rmtree(self.build_dir)  # the tree was moved or copied
-        # Pass all paths again: those of the last build may have been temporary.
+            shutil.rmtree(self.build_dir)  # the source tree was moved or copied
+        # Pass all paths again, because those of the last build may be of a temporary environment.
         run_cmake(
             *("-S", str(ROOT), "-B", str(self.build_dir), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
@@ -121,7 +128,7 @@ class CMakeBuild(build_ext):
 
 
 class WheelWithSbom(bdist_wheel):
-    """Adds a list of the libraries that are compiled into the modules (PEP 770, CycloneDX 1.6)."""
+    """Adds an SBOM of the libraries that are compiled into the modules (PEP 770, CycloneDX 1.6)."""
 
     def write_wheelfile(self, wheelfile_base: str, *args: str) -> None:
         super().write_wheelfile(wheelfile_base, *args)
@@ -152,9 +159,9 @@ class WheelWithSbom(bdist_wheel):
 
 
 def project_urls() -> dict[str, str]:
-    """Return the links of the package's page, if the build names the repository it belongs to.
+    """Return the project URLs for PyPI, or {} if RELEASE_REPOSITORY is unset.
 
-    An unknown address is left out: a build of the sdist elsewhere has none.
+    Only the release build sets it; a build from the sdist elsewhere does not know the repository.
     """
     repository = os.environ.get("RELEASE_REPOSITORY")
     if not repository:

@@ -1,10 +1,10 @@
-"""Convert wheels to a kernel for Hugging Face's Hub: python hub/export.py dist/*.whl
+"""Convert wheels to a kernel repository for the Hugging Face Hub: python hub/export.py dist/*.whl
 
-All wheels have the same version; each is for one Python and system. `kernels.get_kernel` loads a
-folder whose name is unique to the version, so imports in it are relative. The compiled module
-includes no torch header, so one file works with every torch version, and the layout is the Hub's
-universal one ("noarch"). Variants for one architecture would need Python's stable ABI, which
-pybind11 does not support.
+All wheels must be of one version of the package; each is for one Python version and platform.
+`kernels.get_kernel` imports the package under a name that is unique to the version, so its imports
+of itself must be relative. The compiled modules include no torch header and work with every torch
+version, so the repository has the Hub's layout for kernels of any platform ("noarch"). The layout
+for one architecture would require Python's stable ABI, which pybind11 does not support.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-# Interface version that get_kernel requests. The branch of the Hub repository has the same number.
-# transformers requests version 1 of a kernel whose name is passed as `attn_implementation`.
+# Interface version: users pass it to get_kernel, and the Hub repository's branch is named after it.
+# transformers requests version 1 of a kernel that is passed by name as `attn_implementation`.
 VERSION = 1
-# Names to export besides those of the package. transformers looks for flash-attn's functions.
+# Imports that export more names from the package: transformers calls flash-attn's functions.
 EXTRA_NAMES = """
 from . import layers as layers
 from .compat.flash_attn import flash_attn_func as flash_attn_func
@@ -38,11 +38,11 @@ _IMPORT = re.compile(rf"^(\s*)from {PACKAGE}((?:\.\w+)*) import", re.MULTILINE)
 
 
 def export(trees: Sequence[Path], out: Path) -> list[Path]:
-    """Replace the folder `out`; return the folders of its variants.
+    """Write the Hub repository to `out`, replacing its contents, and return the variant folders.
 
     Args:
-        trees: folders that hold the package, each with the modules compiled for one Python.
-        out: the repository's folder.
+        trees: unpacked wheels, one per Python version.
+        out: root of the Hub repository.
     """
     shutil.rmtree(out, ignore_errors=True)
     variants = []
@@ -60,7 +60,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _add(package: Path, variant: Path) -> None:
-    """Copy sources and compiled modules; a source that was already copied must be identical."""
+    """Copy the package of one wheel into the variant, whose sources must be equal if present."""
     for source in sorted(package.rglob("*")):
         target = variant / source.relative_to(package)
         if source.suffix == ".so":
@@ -69,17 +69,22 @@ def _add(package: Path, variant: Path) -> None:
         elif source.suffix == ".py":
             text = _relative(source.read_text(), len(target.relative_to(variant).parts) - 1)
             if target.exists() and target.read_text() != text:
-                raise SystemExit(f"{source}: the wheels are of different versions")
+                raise SystemExit(f"{source} differs between the wheels: pass wheels of one version")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
 
 
 def _relative(text: str, depth: int) -> str:
-    """Return the text of a file `depth` folders deep, with relative imports of the package."""
+    """Rewrite absolute imports of the package in `text` as relative ones.
+
+    Args:
+        text: source of a file.
+        depth: number of folders between the package root and the file.
+    """
     dots = "." * (depth + 1)
     text = _IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[2][1:]} import", text)
     if re.search(rf"^\s*import {PACKAGE}", text, re.MULTILINE):
-        raise SystemExit(f"`import {PACKAGE}` has no relative form: import names from it")
+        raise SystemExit(f"`import {PACKAGE}` has no relative form: use `from {PACKAGE} import`")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Layers that `kernels.kernelize` swaps into a model; they use its parameters."""
+"""Layers for `kernels.kernelize`, which replaces the forward of a model's layers with theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fused_attn.functional import layer_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """Layer norm for modules with the attributes of torch.nn.LayerNorm."""
+    """Layer norm whose forward reads the attributes of torch.nn.LayerNorm."""
 
     can_torch_compile = True
     has_backward = True
@@ -24,7 +24,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm for modules with the attributes of transformers' LlamaRMSNorm."""
+    """RMS norm whose forward reads the attributes of transformers' LlamaRMSNorm."""
 
     can_torch_compile = True
     has_backward = True

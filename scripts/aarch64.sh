@@ -1,8 +1,8 @@
 #!/bin/sh
-# Install an ARM Python with torch as $1/python, which runs in qemu, and build the CPU module for it.
+# Create $1/python, an ARM Python with torch that runs in qemu, and cross-compile the CPU module for it.
 #
-# The cross compiler, the emulator and Python come from Debian. Python's packages are for ARM, so they
-# are unpacked, not installed. torch is the oldest supported version: its ARM wheel is CPU-only.
+# The cross compiler, qemu and Python are Debian packages. Those of Python are for ARM, so they are
+# unpacked instead of installed. torch is the oldest supported version, whose ARM wheel is CPU-only.
 set -eu
 out=$1
 suite=aarch64-linux-gnu

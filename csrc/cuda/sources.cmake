@@ -1,9 +1,9 @@
-# Sets cuda_sources to the source files of the CUDA kernels, for the module and for its emulation in
-# the tests.
+# Sets cuda_sources to the source files of the CUDA kernels, for the CUDA module and for the emulator
+# of the tests.
 #
-# Each pass in cuda_passes is a template in <pass>.cuh. For each head dimension in head_dims.inc, a
-# generated source file instantiates it. Compiling all instantiations takes minutes on one core, and
-# separate files let the build use all cores.
+# Each pass in cuda_passes is a template in <pass>.cuh. A generated source file instantiates it for
+# one head_dim of head_dims.inc. Compiling all instantiations takes minutes on one core; with a file
+# for each, the build uses all cores.
 set(cuda_passes attention_fwd attention_decode attention_weights
                 attention_bwd_dq attention_bwd_dkdv attention_bwd_bias)
 set(cuda_params_attention_fwd AttentionParams)
@@ -18,7 +18,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/head_
 file(STRINGS ${cuda_dir}/head_dims.inc cuda_head_dims REGEX "^FUSED_ATTN_HEAD_DIM\\(")
 list(TRANSFORM cuda_head_dims REPLACE "^FUSED_ATTN_HEAD_DIM\\(([0-9]+)\\).*" "\\1")
 
-# Generates the instantiations in the build directory, and appends them to the list of *.cu files.
+# Generate the instantiations in the build directory, and append them to the *.cu files.
 file(GLOB cuda_sources CONFIGURE_DEPENDS ${cuda_dir}/*.cu)
 foreach(pass IN LISTS cuda_passes)
   set(arguments "")

@@ -97,7 +97,7 @@ std::string sizes_of(const NormParams& p) {
 }
 std::string sizes_of(const NormBwdParams& p) { return sizes_of(p.fwd); }
 std::string sizes_of(const SummaryParams& p) {
-  std::string text = p.is_bool ? "a mask of" : "a float mask of";
+  std::string text = p.is_bool ? "a bool mask of shape" : "a float mask of shape";
   for (const int64_t size : p.sizes) text += " " + std::to_string(size);
   return text;
 }
@@ -111,8 +111,7 @@ void run_described(const char* name, const Params& params, const Run& run) {
   try {
     run();
   } catch (const LaunchError& error) {
-    throw LaunchError(std::string(name) + " (" + sizes_of(params) +
-                      ") could not start its kernel " + error.what());
+    throw LaunchError(std::string(name) + " (" + sizes_of(params) + ") failed: " + error.what());
   }
 }
 

@@ -38,7 +38,9 @@ template <class T>
 void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
   if (!view.is_present || view.numel() == 0) return;
   const int last = view.ndim - 1;
-  if (last < 0 || last > 2) throw std::invalid_argument(std::string(name) + " must be a matrix");
+  if (last < 0 || last > 2) {
+    throw std::invalid_argument(std::string(name) + " must have 1 to 3 dimensions");
+  }
   check_dense(view, name, last);
   *data = static_cast<T*>(view.data);
   const int64_t length = last > 0 ? view.shape[last - 1] : 1, runs = last > 1 ? view.shape[0] : 1;
@@ -49,7 +51,8 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   // rows below 2^31 and length in (2^(bits - 1), 2^bits]. Source: Granlund and Montgomery 1994,
   // "Division by invariant integers using multiplication", theorem 4.2.
   if (runs * length > int64_t{1} << 31) {
-    throw std::invalid_argument(std::string(name) + " has too many rows: make it contiguous");
+    throw std::invalid_argument(std::string(name) +
+                                " must be contiguous or have at most 2^31 rows");
   }
   uint32_t bits = 1;
   while (int64_t{1} << bits < length) ++bits;
@@ -125,7 +128,7 @@ class Fields {
       for (const std::string& asked : asked_) known = known || asked == name;
       if (!known) unknown += (unknown.empty() ? "" : ", ") + name;
     }
-    throw std::invalid_argument("kernels have no field " + unknown);
+    throw std::invalid_argument("the kernels do not read the fields " + unknown);
   }
 
  private:
@@ -250,9 +253,11 @@ void read_mask(const py::handle& spec, MaskParams* p) {
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
                    AttentionParams* p) {
   for (const TensorView* view : {&query, &key, &value}) {
-    if (!view->is_float()) throw std::invalid_argument("query, key and value must be floats");
+    if (!view->is_float()) {
+      throw std::invalid_argument("query, key and value must be float tensors");
+    }
     if (view->data == nullptr && view->numel() > 0) {
-      throw std::invalid_argument("query, key and value must have memory");
+      throw std::invalid_argument("query, key and value must have storage");
     }
   }
   check_dense(query, "query", 3);
@@ -318,7 +323,8 @@ template <class Offsets>
 void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets) {
   check_dense(view, "dropout_offsets", 0);
   if (view.code != kDLInt || view.bits != 64 || view.numel() != numel) {
-    throw std::invalid_argument("dropout_offsets must be int64 and fit the call");
+    throw std::invalid_argument("dropout_offsets must be int64 with " + std::to_string(numel) +
+                                " elements");
   }
   *offsets = static_cast<const Offsets*>(view.data);
 }
@@ -333,7 +339,8 @@ void read_offsets(const py::handle& options, NormParams* p) {
   if (!offsets.is_present || p->rows == 0) return;
   const int64_t runs = offsets.ndim == 1 ? offsets.numel() : 0;
   if (runs == 0 || p->rows % runs != 0) {
-    throw std::invalid_argument("dropout_offsets must have one dimension, whose size divides rows");
+    throw std::invalid_argument("dropout_offsets must have one dimension, whose size divides " +
+                                std::to_string(p->rows) + " rows");
   }
   read_offsets(offsets, runs, &p->dropout_offsets);
   p->dropout_run = p->rows / runs;

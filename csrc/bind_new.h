@@ -106,7 +106,10 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
-  if (ndim > TensorView::kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+  if (ndim > TensorView::kMaxDims) {
+    throw std::invalid_argument("tensors must have at most " +
+                                std::to_string(TensorView::kMaxDims) + " dimensions");
+  }
   for (int i = 0; i < ndim; ++i) {
     sizes[i] = py::cast<int64_t>(shape[i]);
     steps[i] = py::cast<int64_t>(strides[i]);

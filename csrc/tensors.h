@@ -108,7 +108,10 @@ struct TensorView {
 };
 
 void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorView* view) {
-  if (ndim > TensorView::kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+  if (ndim > TensorView::kMaxDims) {
+    throw std::invalid_argument("tensors must have at most " +
+                                std::to_string(TensorView::kMaxDims) + " dimensions");
+  }
   view->ndim = ndim;
   std::memcpy(view->shape, shape, ndim * sizeof(int64_t));
   std::memcpy(view->strides, strides, ndim * sizeof(int64_t));
@@ -163,7 +166,7 @@ TensorView view_of(const py::handle& tensor) {
   if (tensor.is_none()) return {};
   const TensorView view = view_on_any_device(tensor);
   if (view.data == nullptr && view.numel() > 0) {
-    throw std::invalid_argument("a tensor of a call has no memory");
+    throw std::invalid_argument("tensors of a call must have storage, got one without");
   }
   if (view.device.type == call_device.type && view.device.id == call_device.id) return view;
   const auto device = py::str(tensor.attr("device")).cast<std::string>();

@@ -270,7 +270,9 @@ def _disable_inference_path(module: Module, name: str, report: SwapReport) -> No
         return
     layer.activation_relu_or_gelu = 0
     report._undo.append(lambda: setattr(layer, "activation_relu_or_gelu", activation))
-    report.notes.append(f"{name}: torch's inference path, which bypasses its modules, is disabled")
+    report.notes.append(
+        f"{name}: torch's inference fast path, which bypasses the fused modules, is disabled"
+    )
 
 
 def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -> Swapped:
@@ -281,8 +283,9 @@ def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -
     def undo() -> None:
         if type(module) is not target:
             raise RuntimeError(
-                f"{name} must be a {qualified_name(target)} to be restored, got a "
-                f"{qualified_name(type(module))}: first undo what changed it (a parametrization?)"
+                f"cannot restore {name}: expected class {qualified_name(target)}, got "
+                f"{qualified_name(type(module))}; first undo whatever changed its class (for "
+                "example, remove parametrizations)"
             )
         module.__class__ = source
 

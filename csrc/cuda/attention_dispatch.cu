@@ -19,7 +19,7 @@ void for_head_dim(const AttentionParams& p, F f) {
   if (needed <= size) return f(std::integral_constant<int, size>());
 #include "cuda/head_dims.inc"
 #undef FUSED_ATTN_HEAD_DIM
-  throw LaunchError("no kernel has head_dim " + std::to_string(needed));
+  throw LaunchError("no kernel is compiled for head_dim " + std::to_string(needed));
 }
 
 // Returns `gpu` with dropout_p converted to the integer threshold and float32 scale that the

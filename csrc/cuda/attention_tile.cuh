@@ -45,7 +45,7 @@ void for_element(const AttentionParams& p, F f) {
   if (p.dtype == DType::kFloat32) return f(float());
   if (p.dtype == DType::kFloat16) return f(Half());
   if (p.dtype == DType::kBFloat16) return f(BFloat16());
-  throw LaunchError("kernels have float32, float16 and bfloat16 only");
+  throw LaunchError("no kernel is compiled for this dtype");
 }
 
 // Calls f(T(), general), where `general` is std::true_type in the general case and std::false_type

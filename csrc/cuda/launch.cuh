@@ -22,12 +22,12 @@ void launch(const char* name, void (*kernel)(Args), int64_t blocks, int threads,
     return;
   }
   const char* error = blocks > kMaxBlocks
-                          ? "more blocks than a grid can have"
+                          ? "a grid can have at most 2^31 - 1 blocks"
                           : start_kernel(kernel, blocks, threads, shared_size, args, stream);
   if (error == nullptr) return;
-  throw LaunchError(std::string(name) + " of " + std::to_string(blocks) + " blocks, " +
-                    std::to_string(threads) + " threads and " + std::to_string(shared_size) +
-                    " bytes of shared memory: " + error);
+  throw LaunchError(std::string(name) + " could not be launched with " + std::to_string(blocks) +
+                    " blocks, " + std::to_string(threads) + " threads per block and " +
+                    std::to_string(shared_size) + " bytes of shared memory: " + error);
 }
 
 }  // namespace fused_attn

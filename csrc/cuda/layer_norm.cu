@@ -56,13 +56,13 @@ void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout
   if (p.dtype == DType::kFloat32) return typed(float());
   if (p.dtype == DType::kFloat16) return typed(Half());
   if (p.dtype == DType::kBFloat16) return typed(BFloat16());
-  throw LaunchError("for this type: there is none");
+  throw LaunchError("no kernel is compiled for this dtype");
 }
 
 NormDropout dropout_of(const NormParams& p, const GpuParams& gpu) {
   if (!(p.dropout_p > 0)) return {};
   if (p.dropout_offsets != nullptr && p.rows >= int64_t{1} << 32) {
-    throw LaunchError("for dropout_offsets: it takes fewer than 2^32 rows");
+    throw LaunchError("dropout_offsets requires fewer than 2^32 rows");
   }
   return {gpu.seed_address, dropout_threshold(p.dropout_p),
           static_cast<float>(dropout_scale(p.dropout_p)), p.dropout_offsets,

@@ -41,7 +41,7 @@ void run_tile_summary(const SummaryParams& params, const GpuParams& gpu) {
     case DType::kFloat64:
       break;
   }
-  throw std::invalid_argument("there are no tile summaries of float64 on GPUs");
+  throw std::invalid_argument("tile_summary does not support float64 on CUDA");
 }
 
 void run_id_ranges(const AttentionParams& params, const GpuParams& gpu) {

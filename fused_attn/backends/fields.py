@@ -28,7 +28,10 @@ def check_fields(known: Iterable[str]) -> None:
     unknown = {*AttentionCall.NAMES, *NormCall.NAMES} - _NOT_LISTED - set(known)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ImportError(f"the compiled module does not know the call fields {names}: rebuild it")
+        raise ImportError(
+            f"the compiled module was built from other sources and does not read the call fields "
+            f"{names}: rebuild it"
+        )
 
 
 def empty_summary(tensor: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -164,7 +164,7 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
     if chosen is None:
         reasons = " | ".join(f"{name}: {'; '.join(against)}" for name, against in refusals)
         if not backend and not _override and wanted_backend():
-            reasons += f" ({_VARIABLE}={wanted_backend()} allows no other)"
+            reasons += f" ({_VARIABLE}={wanted_backend()} rules out all others)"
         raise NotImplementedError(f"no backend supports {problem}: {reasons}")
     if not (backend or wanted_backend()):
         _notify(chosen, problem.device.type)

@@ -65,13 +65,13 @@ class SdpaBackend(Backend):
         if problem.transformed:
             reasons.append("does not support torch.func transforms or forward-mode AD")
         if problem.seeded:
-            reasons.append("draws dropout masks from torch's generator, not from a seed")
+            reasons.append("does not support a dropout seed: torch's generator draws the masks")
         if problem.sharded:
-            reasons.append("cannot drop the same elements as the unsharded call")
+            reasons.append("cannot drop the same elements in a shard as in the global call")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.partial:
-            reasons.append("cannot return partial results")
+            reasons.append("does not support partial results (over some of the keys, to be merged)")
         if problem.softcap:
             reasons.append("does not support softcap")
         if problem.result == "lse":
@@ -312,9 +312,11 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
         if torch.cuda.is_available():
             reasons += too_old(problem.device)
         if problem.mask == "causal" and not problem.seqlen_q == problem.seqlen_k > 0:
-            reasons.append("aligns causal masks differently when it returns lse on cuda")
+            reasons.append(
+                "cannot return lse with a causal mask on cuda if the lengths differ or are 0"
+            )
         if problem.mask not in ("none", "causal"):
-            reasons.append("cannot return lse with a mask on cuda")
+            reasons.append("cannot return lse with a mask other than causal on cuda")
         if problem.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"cannot return lse for {problem.dtype} on cuda")
         if problem.head_dim % 8 or problem.head_dim > 256:

@@ -126,7 +126,8 @@ def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
     """Convert the mask tensor of a call whose inputs are not 4-D to at most 4 dimensions."""
     limit = len(batch) + (3 if has_heads else 2)
     if mask.dim() > limit:
-        raise ValueError(f"attn_mask must have at most {limit} dimensions, got {mask.dim()}")
+        got = tuple(mask.shape)
+        raise ValueError(f"attn_mask must have at most {limit} dimensions, got shape {got}")
     if not has_heads:
         return mask.unsqueeze(-3) if mask.dim() > 2 else mask
     own = mask.shape[:-3]

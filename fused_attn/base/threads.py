@@ -34,9 +34,9 @@ def _alone() -> int:
     if not _warned:
         _warned = True
         warnings.warn(
-            "this process was forked after its parent ran kernels on several threads, so it uses"
-            " one thread: threads do not survive a fork. Start processes with spawn; or, before the"
-            " first call, fork or call torch.set_num_threads(1)",
+            "this process was forked after its parent had run kernels on several threads, which do"
+            " not survive a fork, so it runs kernels on one thread. Start processes with spawn, or"
+            " fork before the first call, or call torch.set_num_threads(1) before it",
             RuntimeWarning,
             stacklevel=2,
         )

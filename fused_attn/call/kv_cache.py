@@ -139,7 +139,10 @@ def check_decode_tensors(
             if 0 in strides and any(
                 n > 1 and s == 0 for n, s in zip(cache.shape, strides, strict=True)
             ):
-                raise ValueError(f"{name}_cache must be writable, got an expanded tensor")
+                raise ValueError(
+                    f"{name}_cache must not be an expanded tensor, because new rows are written "
+                    "into it: pass a contiguous copy"
+                )
 
 
 def checked_cache_lengths(
@@ -163,7 +166,7 @@ def checked_cache_lengths(
                 lengths = torch.as_tensor(lengths)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(
-                    f"cache_lengths must be a tensor or integers, got {lengths}"
+                    f"cache_lengths must be a tensor or a sequence of ints, got {lengths}"
                 ) from error
             lengths = lengths.long() if lengths.numel() == 0 else lengths
         check_integers("cache_lengths", lengths)
@@ -191,8 +194,8 @@ def _check_pages(block_table: Tensor, cache: Tensor, ends: Tensor) -> None:
     wrong = needed & ((block_table < 0) | (block_table >= num_pages))
     if wrong.any():
         raise ValueError(
-            f"block_table must have pages in [0, {num_pages}) up to the end of each sequence, got "
-            f"{int(block_table[wrong][0])}"
+            f"block_table must contain page indices in [0, {num_pages}) up to the end of each "
+            f"sequence, got {int(block_table[wrong][0])}"
         )
 
 

@@ -34,17 +34,20 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     if not host_readable(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    cumulative = "; lengths are cumulative here: (0, n0, n0 + n1, ...)"
+    cumulative = "; pass cumulative lengths: (0, n0, n0 + n1, ...)"
     if (first, last) != (0, total):
-        raise ValueError(f"{name} must go from 0 to {total}, got {first} to {last}{cumulative}")
+        raise ValueError(
+            f"{name} must begin with 0 and end with the number of rows, {total}, got {first} and "
+            f"{last}{cumulative}"
+        )
     lengths = cu_seqlens.diff()
     if lengths.numel() == 0:
         return
     shortest, longest = (int(x) for x in torch.aminmax(lengths))
     if shortest < 0 or longest > max_seqlen:
         raise ValueError(
-            f"{name} must increase in steps of 0 to {max_seqlen}, "
-            f"got steps of {shortest} to {longest}{cumulative}"
+            f"{name} must have differences (lengths) in [0, {max_seqlen}], "
+            f"got [{shortest}, {longest}]{cumulative}"
         )
 
 

@@ -43,7 +43,7 @@ def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None
                 f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}"
             )
         if ndim is not None and tensor.dim() != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(tensor.shape)}")
 
 
 def check_integers(name: str, tensor: object, query: Tensor | None = None) -> None:
@@ -83,7 +83,9 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() < 2:
-            raise ValueError(f"{name} must have at least 2 dimensions, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have at least 2 dimensions, got shape {tuple(tensor.shape)}"
+            )
     check_like_query(tensors)
     check_same("key", "head_dim", key.shape[-1], query.shape[-1], "query")
     check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
@@ -108,7 +110,7 @@ def check_length(*seqlens: int) -> None:
         return
     for seqlen in seqlens:
         if isinstance(seqlen, int) and seqlen >= UNLIMITED:
-            raise ValueError(f"query and key must be shorter than {UNLIMITED}, got {seqlen}")
+            raise ValueError(f"query and key must have a seqlen below {UNLIMITED}, got {seqlen}")
 
 
 def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ def check_norm(
     if tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"input must have a shape that ends with normalized_shape {shape}, "
-            f"got {tuple(input.shape)}"
+            f"got shape {tuple(input.shape)}"
         )
     if not isinstance(math.prod(shape), (int, Integral, torch.SymInt)):
         raise TypeError(f"normalized_shape must contain only ints, got {shape}")
@@ -228,8 +230,7 @@ def attention_call(
         mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
     if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
         raise ValueError(
-            f"attn_mask must not be float64 unless query is (it is {query.dtype}), got float64: "
-            "pass attn_mask.float()"
+            f"attn_mask must not be float64 if query is {query.dtype}; pass attn_mask.float()"
         )
     return AttentionCall(query, key, value, mask, options)
 

@@ -256,8 +256,8 @@ def _form(slope: float, change_of_large: float) -> _Terms:
 
 def _refusal() -> NotImplementedError:
     return NotImplementedError(
-        "score_mod must add a function of positions to the score, scale it or cap it by "
-        "c * tanh(score / c)"
+        "score_mod must return score, c * score or c * tanh(score / c) for a constant c, plus a "
+        "function of the positions"
     )
 
 

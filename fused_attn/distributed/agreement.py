@@ -46,7 +46,7 @@ def agreed(
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
         raise ValueError(
-            f"the arguments are invalid on rank {', '.join(failed)}; see the error there"
+            f"the arguments of rank {', '.join(failed)} are invalid; see the error raised there"
         )
     for column, name in enumerate(shared, 1):
         values = [row[column] for row in rows]

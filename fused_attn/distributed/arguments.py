@@ -164,7 +164,7 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
         check_floats({"query": query, "key": key, "value": value}, 3)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     elif call.cu_seqlens[1] is not None:
-        raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
+        raise ValueError("cu_seqlens_q must be given if cu_seqlens_k is given, got None")
     check_qkv(query, key, value)
     inputs = canonical(query, key, value, None, call.enable_gqa or call.packed)
     q, k = inputs[:2]
@@ -174,7 +174,8 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     given = call.positions
     if isinstance(given, tuple) and len(given) != 2:
         raise ValueError(
-            f"positions must be one value for query and key, or a pair, got {len(given)} values"
+            "positions must be one value for query and key, or a pair (of query, of key), got a "
+            f"tuple of {len(given)}"
         )
     pair = given if isinstance(given, tuple) else (given, given)
     for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):
@@ -204,7 +205,7 @@ def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -
     if positions.shape != (rows,) or positions.is_floating_point():
         got = f"{positions.dtype} of shape {tuple(positions.shape)}"
         raise ValueError(
-            f"positions must be integers of shape ({rows},) (rows of {name}), got {got}"
+            f"positions must be an integer tensor of shape ({rows},) (rows of {name}), got {got}"
         )
 
 
@@ -224,11 +225,11 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
         "scale, softcap and dropout_p": hash((options.scale, options.softcap, options.dropout_p)),
         "seed": (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
         "method": _METHODS.index(call.method),
-        "heads of the complete call": hash(call.heads or (0, 0)),
-        "which of query, key and value require grad": learned(query, key, value),
+        "heads of the global call": hash(call.heads or (0, 0)),
+        "requires_grad of query, key and value": learned(query, key, value),
         "attn_mask": checksum(local.mask, call.cu_seqlens),
-        "the kind of positions": _kind(positions[0]),
-        "the kind of positions of keys": _kind(positions[1]),
+        "the type of positions": _kind(positions[0]),
+        "the type of positions of keys": _kind(positions[1]),
         "positions": of_positions[0],
         "positions of keys": of_positions[1],
     }

@@ -163,7 +163,9 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         NotImplementedError: under torch.func transforms or forward-mode AD.
     """
     if transformed():
-        raise NotImplementedError("distributed attention does not support torch.func transforms")
+        raise NotImplementedError(
+            "distributed attention does not support torch.func transforms or forward-mode AD"
+        )
     own = prepared(call, groups)
     query, key, value, _, leading = own.inputs
     first, total = own.heads

@@ -90,7 +90,10 @@ def balanced(
             raise ValueError(f"{name} must be at least {least}, got {value}")
     least = max(-(-length // (MAX_RUNS * ranks)), 1)
     if chunk_size is not None and chunk_size < least:
-        raise ValueError(f"chunk_size must be at least {least} (MAX_RUNS), got {chunk_size}")
+        raise ValueError(
+            f"chunk_size must be at least {least} (at most {MAX_RUNS} chunks per rank), got "
+            f"{chunk_size}"
+        )
     if length == 0:
         return Sharding.contiguous(0, ranks)
     spec = _spec(attn_mask, length, is_causal, cu_seqlens, batch, num_heads)

@@ -99,7 +99,10 @@ def context_parallel(
     of_mask = [] if given is None else given.tensors()
     for buffer in buffers:
         if any(buffer.data_ptr() == t.data_ptr() and t.numel() for t in of_mask):
-            raise ValueError("mask must not contain a buffer, which is sharded in place: clone it")
+            raise ValueError(
+                "mask must not share memory with a buffer, because buffers are sharded in place: "
+                "clone the mask's tensors"
+            )
         if buffer.requires_grad or buffer._base is not None:
             kind = "require grad" if buffer.requires_grad else "be a view of another tensor"
             raise ValueError(f"buffers must not {kind}, because they are sharded in place")
@@ -183,7 +186,10 @@ def context_parallel_unshard(
         sharding = _sharding(load_balancer, sum(rows), groups)
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
-            raise ValueError(f"buffers must have {expected} rows (one number per rank), got {rows}")
+            raise ValueError(
+                f"buffers must have {expected} rows on the ranks of the mesh, which load_balancer "
+                f"assigns to them, got {rows}"
+            )
         results.append(_Unshard.apply(buffer, dim, sharding, groups))
     return results
 
@@ -249,7 +255,7 @@ class Calls:
         method: Method,
     ) -> None:
         if method not in ("auto", "ring", "all_to_all"):
-            raise ValueError(f"method must be auto, ring or all_to_all, got {method!r}")
+            raise ValueError(f'method must be "auto", "ring" or "all_to_all", got {method!r}')
         self.count = 0
         self._groups, self._sharding, self._method = groups, sharding, method
         self._mask = None if mask is None else as_mask(mask)
@@ -276,7 +282,8 @@ class Calls:
         error = None
         if isinstance(call.attn_mask, MaskSpec):
             error = ValueError(
-                "attn_mask must not describe packed sequences under context_parallel"
+                "packed sequences (varlen_attention) are not supported under context_parallel: "
+                "pass padded sequences, or call ring_attention with cu_seqlens"
             )
         elif call.attn_mask is not None and self._mask is None:
             error = ValueError(
@@ -346,7 +353,10 @@ def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Shardi
     """Return the Sharding that a load balancer specifies."""
     size = size_of(groups)
     if isinstance(load_balancer, str) and load_balancer not in ("zigzag", "contiguous"):
-        raise ValueError(f"load_balancer must be zigzag or contiguous, got {load_balancer!r}")
+        raise ValueError(
+            'load_balancer must be "zigzag", "contiguous" or, in context_parallel, "balanced", '
+            f"got {load_balancer!r}"
+        )
     if load_balancer is None or load_balancer == "zigzag":
         return Sharding.zigzag(length, size)
     if load_balancer == "contiguous":

@@ -99,12 +99,12 @@ def decode_attention(
         rows = {"rows": key_cache.shape[2]}
         shared = {
             **_sizes(query, key_cache, value_cache),
-            "new keys": seqlen_new,
+            "number of new keys": seqlen_new,
             "is_causal": int(is_causal),
             "scale and softcap": hash((options.scale, options.softcap)),
             "attn_mask": checksum(whole_mask),
             "cache_lengths": _checksum_of_lengths(cache_lengths),
-            "the kind of positions": int(positions is not None),
+            "the type of positions": int(positions is not None),
             "positions": 0 if positions is None else hash(positions),
         }
     except (ValueError, TypeError) as raised:

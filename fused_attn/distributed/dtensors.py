@@ -352,5 +352,5 @@ def _check_dtensors(first: str, tensor: Any, **others: Any) -> None:
             raise ValueError(f"{name} must be a DTensor (like {first}), got a plain tensor")
         if other is not None and other.device_mesh != tensor.device_mesh:
             raise ValueError(
-                f"{name} must have {tensor.device_mesh} (like {first}), got {other.device_mesh}"
+                f"{name} must be on {tensor.device_mesh} (like {first}), got {other.device_mesh}"
             )

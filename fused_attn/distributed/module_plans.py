@@ -107,7 +107,7 @@ def _attention(
         return
     if _normalizes(module, {getattr(module, projection).out_features for projection in names}):
         raise NotImplementedError(
-            f"{name} normalizes query or key over all heads, which are on different ranks"
+            f"{name} cannot be split over ranks, because it normalizes query or key over all heads"
         )
     yield prefix.rstrip("."), "heads"
     for projection in names:

@@ -110,8 +110,8 @@ def plan_of(
         starts_of = (p.positions.start for of_rank in (*pieces, *pieces_k) for p in of_rank)
         if any(start % DECISIONS for start in starts_of):  # on all ranks alike
             raise ValueError(
-                "with a prefix mask and dropout, positions must form runs that begin at multiples "
-                f"of {DECISIONS} in their sequence"
+                "with a prefix mask and dropout, each run of consecutive positions must begin at a "
+                f"multiple of {DECISIONS} in its sequence"
             )
 
     def blocks(of: int, by: int) -> list[tuple[Piece, Piece]]:

@@ -46,8 +46,10 @@ class Sharding:
         stops = [0, *(stop for _, stop in ordered)]
         for (start, _), stop in zip(ordered, stops, strict=False):
             if start != stop:
-                problem = f"position {stop} is missing" if start > stop else f"{start} is repeated"
-                raise ValueError(f"positions of all ranks must be range(length), but {problem}")
+                problem = f"{stop} is missing" if start > stop else f"{start} is repeated"
+                raise ValueError(
+                    f"the positions of all ranks must together be range(length), but {problem}"
+                )
         self.length = stops[-1]
         # Equal in all processes, unlike hashes of strings. An empty run ends each rank's.
         table = [(run.start, run.stop) for own in self.runs for run in (*own, range(0))]

@@ -268,20 +268,20 @@ def _fallback_reason(
     if in_transform():
         return "under a torch.func transform or forward-mode AD"
     if not torch.backends.cuda.flash_sdp_enabled():
-        return "within torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
+        return "FLASH_ATTENTION is disabled by torch.nn.attention.sdpa_kernel or enable_flash_sdp"
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
-        return "fewer than 2 dimensions"
+        return "query, key or value has fewer than 2 dimensions"
     types = {type(query), type(key), type(value)}
     bias_dtype = None
     if attn_mask is not None:
         if is_causal:
-            return "attn_mask with is_causal"
+            return "both attn_mask and is_causal are given"
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            return f"attn_mask of {attn_mask.dtype}"
+            return f"attn_mask is {attn_mask.dtype}, not bool, float32 or the dtype of query"
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
     if not (types <= _PLAIN or (types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag)):
-        return "a tensor subclass"
+        return "an argument is a tensor subclass"
     problem = AttentionProblem(
         query.device, query.dtype, query.shape[-1], value.shape[-1], bias_dtype
     )

@@ -21,7 +21,7 @@ def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
         spec: the mask of all heads.
         heads: a slice of the query heads, with a step of 1.
     """
-    refuse_unknown_fields(spec, "a part of the heads")
+    refuse_unknown_fields(spec, "a shard of the heads")
     return replace(spec, **cut_tensors(spec, h=heads), bias_summary=None, dense_summary=None)
 
 
@@ -32,7 +32,7 @@ def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
         spec: the mask of all sequences, which are not packed.
         sequences: a slice of the batch, with a step of 1.
     """
-    refuse_unknown_fields(spec, "a part of the sequences")
+    refuse_unknown_fields(spec, "a shard of the batch")
     # `band` describes the lengths of all sequences.
     cut = cut_tensors(spec, b=sequences)
     return replace(spec, **cut, bias_summary=None, dense_summary=None, band=None)
@@ -52,7 +52,7 @@ def of_positions(
         queries, keys: consecutive positions. For packed sequences, positions in the sequence.
         sequence: index of the sequence if sequences are packed, else None.
     """
-    refuse_unknown_fields(spec, "a part of the positions")
+    refuse_unknown_fields(spec, "a shard of the sequence")
     own = slice(None) if sequence is None else slice(sequence, sequence + 1)
     tensors = cut_tensors(
         spec, b=own, q=slice(queries.start, queries.stop), k=slice(keys.start, keys.stop)

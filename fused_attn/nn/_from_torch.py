@@ -58,9 +58,9 @@ class FromTorch(Module):
         """Raise NotImplementedError; torch.jit.script calls this before it compiles a module."""
         name = qualified_name(type(self))
         raise NotImplementedError(
-            f"torch.jit.script cannot compile {name}, whose kernels are called from Python: use "
-            "torch.compile or torch.export, or script the model with torch's modules, which "
-            "SwapReport.restore() puts back"
+            f"torch.jit.script cannot compile {name}, which calls its kernels from Python: use "
+            "torch.compile or torch.export, or undo the swap with SwapReport.restore() before "
+            "scripting"
         )
 
     @classmethod

@@ -234,7 +234,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             )
         if query.dim() not in (2, 3):
             raise ValueError(
-                f"query must have 3 dimensions (2 if unbatched), got {tuple(query.shape)}"
+                f"query must have 3 dimensions (2 if unbatched), got shape {tuple(query.shape)}"
             )
         for name, tensor, width in (
             ("query", query, self.embed_dim),
@@ -244,13 +244,15 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             if tensor.dim() != query.dim():
                 raise ValueError(
                     f"{name} must have {query.dim()} dimensions (like query), "
-                    f"got {tuple(tensor.shape)}"
+                    f"got shape {tuple(tensor.shape)}"
                 )
             if tensor.shape[-1] != width:
-                raise ValueError(f"{name} must have {width} features, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} must have {width} features, got shape {tuple(tensor.shape)}"
+                )
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(
-                f"value must have the batch and length of key {tuple(key.shape[:-1])}, "
+                f"value must have the batch size and length of key, {tuple(key.shape[:-1])}, "
                 f"got {tuple(value.shape[:-1])}"
             )
         batch_dim = 0 if self.batch_first else 1

@@ -111,15 +111,13 @@ def check_no_grad(*tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
-            "gradient can go through them"
+            "gradient can flow through them"
         )
 
 
 def _require_allocated(kept: Tensor | None) -> Tensor:
     if kept is None:
-        raise ValueError(
-            "the cache must have buffers, got an empty one: call append or make_room first"
-        )
+        raise ValueError("the cache must not be empty: call append or make_room first")
     return kept
 
 
@@ -191,9 +189,9 @@ class DecoderCache:
         wanted = torch.arange(count, device=rows.device).repeat_interleave(group)
         if group * count != rows.numel() or not torch.equal(rows // before, wanted):
             raise ValueError(
-                "memories must be given unless rows select the same number of sequences for each "
-                f"memory, in order, got rows {rows.tolist()} and {count} memories with {before} "
-                "sequences each"
+                "unless memories is given, rows must select the same number of sequences for each "
+                f"memory, in the order of the memories, got rows {rows.tolist()} for {count} "
+                f"memories with {before} sequences each"
             )
 
     @contextlib.contextmanager

@@ -280,7 +280,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                     "because decoding steps do not call them"
                 )
         if memory.dim() != 3:
-            raise ValueError(f"memory must have 3 dimensions, got {tuple(memory.shape)}")
+            raise ValueError(f"memory must have 3 dimensions, got shape {tuple(memory.shape)}")
         projected = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
         for key, value in projected:
             check_no_grad(key, value)
@@ -317,8 +317,8 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
         memories = cache.memory[0][0].shape[0]
         if tgt.dim() != 3 or tgt.shape[batch_dim] % max(memories, 1):
             raise ValueError(
-                f"tgt must have 3 dimensions and a batch that is a multiple of {memories} (of the "
-                f"memory), got {tuple(tgt.shape)}"
+                "tgt must have 3 dimensions and a batch size that is a multiple of the memory's "
+                f"batch size ({memories}), got shape {tuple(tgt.shape)}"
             )
         output = tgt
         with cache.unchanged_on_errors():

@@ -234,11 +234,14 @@ def _check_attention(call: AttentionCall) -> None:
     ):
         got = [tuple(t.shape) for t in (query, key, value)]
         raise ValueError(
-            "query and key must have the same batch and head_dim, and value the batch, heads and "
-            f"seqlen of key, got {got}"
+            "query and key must have the same batch size and head_dim, and value the batch size, "
+            f"num_heads and seqlen of key, got shapes {got}"
         )
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
-        raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
+        raise ValueError(
+            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"got {num_heads_kv}"
+        )
     batch, seqlen_q, seqlen_k = call.sizes()
     check_length(seqlen_q, seqlen_k)
     if spec.cu_seqlens_q is not None:
@@ -264,7 +267,9 @@ def _check_attention(call: AttentionCall) -> None:
 
 def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> None:
     if call.mask.cu_seqlens_q is not None or call.mask.cu_seqlens_k is not None:
-        raise ValueError("weights are not available for packed sequences: pad them")
+        raise ValueError(
+            "attention weights are not available for packed sequences: pad the sequences"
+        )
     _check_attention(call)
     if any(t.shape != call.query.shape[:3] for t in (lse, lse_residual)):
         raise ValueError(f"lse and lse_residual must have shape {tuple(call.query.shape[:3])}")

@@ -167,7 +167,7 @@ def measure(
             verdict.worst.limit, {},
         )  # fmt: skip
         if not verdict.ok:
-            result.note = "fused_attn is not within the numerics contract: not timed"
+            result.note = "fused_attn violates the numerics contract: not timed"
             return result
         leaves = [t.detach().requires_grad_(backward) for t in operands.values()]
         peer_leaves = [t.requires_grad_(backward) for t in padded.values()]
@@ -214,7 +214,9 @@ def require_memory(
     else:
         return
     if needed > there:
-        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, got {there / 2**30:,.0f} GiB"
+        sizes = (
+            f"at least {needed / 2**30:,.0f} GiB of memory; {device} has {there / 2**30:,.0f} GiB"
+        )
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 

@@ -128,7 +128,7 @@ def compare(
             fused = recorder.run(fused_model, copied(args), copied(kwargs))
         del fused_model
         if not swap.swapped and (calls is None or not calls.fused):
-            raise ValueError(f"model must contain calls that are fused, got none: {calls}")
+            raise ValueError(f"model must have calls that enable() fuses, got none: {calls}")
 
         def run_swapped(layers: bool) -> Tensors:
             swapped_model = copy.deepcopy(model)

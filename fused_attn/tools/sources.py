@@ -65,7 +65,7 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
         raise ValueError(f"SOURCE must be an existing folder or module:function, got {source!r}")
     if (batch, seqlen) != (None, None):
         raise ValueError(
-            f"--batch and --seqlen apply only to a folder: {source} returns its inputs"
+            f"--batch and --seqlen apply only to a folder, but {source} returns its inputs"
         )
     return _from_function(module, function)
 
@@ -99,7 +99,8 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
         import transformers
     except ImportError:
         raise ValueError(
-            "a folder requires transformers: pip install 'fused-attn[hf]', or pass module:function"
+            "a folder as SOURCE requires transformers: pip install 'fused-attn[hf]', or pass "
+            "module:function"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -299,7 +299,7 @@ def test_threads_of_the_host(module: ModuleType) -> None:
 
 def test_launches_that_no_gpu_takes(module: ModuleType) -> None:
     with pytest.raises(
-        RuntimeError, match=r"of 1 blocks, 2048 threads and 0 bytes .*: the emulator"
+        RuntimeError, match=r"with 1 blocks, 2048 threads per block and 0 bytes .*: the emulator"
     ):
         run(module, "conversions", [], sizes=[], blocks=1, threads=2048)
     with pytest.raises(RuntimeError, match="too much shared memory"):

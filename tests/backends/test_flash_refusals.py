@@ -74,16 +74,17 @@ def test_signature_of_torch():
 # ---- refusals -----------------------------------------------------------------------------------
 
 FA2, FA3, FA4, VARLEN = "flash-attn", "flash-attn-3", "flash-attn-4", "torch.nn.attention.varlen"
-OTHER_MASK = "supports only bands, lengths and ALiBi, not this mask"
-ALIGNED = "supports a top-left band over sequences of different lengths only if it is causal"
+OTHER_MASK = "supports only causal masks, windows, padding and ALiBi, not this mask"
+ALIGNED = "supports top-left alignment in a batch of different lengths only for causal masks"
 RIGHT_SIDE = "clamps the right window size to seqlen_k, which changes this mask"
 ALIBI = {"mask": "structured", "band": Band(alibi=True), "bias_dtype": torch.float32}
 REFUSED = [
     (FA2, {}, None),
     (FA2, {"mask": "causal", "packed": True}, None),
     (FA2, {"dtype": torch.float32}, "does not support torch.float32"),
-    (FA2, {"dropout": True}, "draws dropout masks from the engine's generator, not with Philox"),
-    (FA2, {"result": "weights"}, "cannot return weights"),
+    (FA2, {"dropout": True},
+     "does not support dropout: its engines cannot draw the Philox dropout mask"),
+    (FA2, {"result": "weights"}, "cannot return attention weights"),
     (FA2, {"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
     (FA2, {"device": torch.device("xpu")}, "runs on cpu, cuda, not on xpu"),
     (FA2, {"mask": "dense"}, "does not support a bool mask tensor"),
@@ -91,9 +92,9 @@ REFUSED = [
     (FA2, {"mask": "structured"}, OTHER_MASK),
     (FA2, {"mask": "structured", "band": Band(-5, 0, right=True)}, ALIGNED),
     (FA2, {"mask": "structured", "band": Band(3, 9)},
-     "does not support a band that masks all keys of the last queries"),
+     "does not support a band that masks all keys for the last queries"),
     (FA2, {**ALIBI, "band": Band(alibi=True, alibi_offset=3)},
-     "supports ALiBi only if it is aligned with the ends of the sequences"),
+     "supports ALiBi only if it is aligned at the bottom right"),
     (FA2, {"result": "lse"}, None),
     (FA2, {"result": "lse", "needs_grad": True}, f"{FA2} cannot backpropagate through lse"),
     (FA3, {"result": "lse", "needs_grad": True}, f"{FA3} cannot backpropagate through lse"),

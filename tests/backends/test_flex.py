@@ -278,7 +278,7 @@ def test_operands_are_cached_by_device():
         ({"head_dim": 512}, "supports head_dim up to 256, not 512"),
         ({"dtype": torch.float64}, "does not support torch.float64"),
         ({"transformed": True}, "does not support torch.func transforms or forward-mode AD"),
-        ({"result": "weights"}, "cannot return weights"),
+        ({"result": "weights"}, "cannot return attention weights"),
         ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
         ({"device": CPU, "needs_grad": True}, "does not support gradients on the CPU"),
         ({"device": CPU, "result": "lse"}, "cannot return lse on the CPU"),
@@ -307,7 +307,7 @@ def test_limit_of_compilations(monkeypatch):
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
-    with pytest.warns(UserWarning, match="has reached its limit of 0 compiled kinds of calls"):
+    with pytest.warns(UserWarning, match="has compiled kernels for 0 kinds of calls, its limit"):
         out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
     assert torch.equal(out, want)

@@ -177,7 +177,7 @@ def test_packed_layers_share_what_is_derived(derived):
             )
             torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
     ends[1] = 31
-    with pytest.raises(ValueError, match="cu_seqlens_q must increase in steps"):
+    with pytest.raises(ValueError, match="cu_seqlens_q must have differences"):
         fa.varlen_attention(q, k, v, ends, ends, 19, 19)
 
 

@@ -43,9 +43,9 @@ def test_lse_on_cuda(is_causal, monkeypatch):
     [
         ({}, None),
         ({"mask": "causal"}, None),
-        ({"mask": "causal", "seqlen_k": 47}, "aligns causal masks differently"),
-        ({"mask": "causal", "seqlen_q": 0, "seqlen_k": 0}, "aligns causal masks differently"),
-        ({"mask": "dense"}, "cannot return lse with a mask on cuda"),
+        ({"mask": "causal", "seqlen_k": 47}, "if the lengths differ or are 0"),
+        ({"mask": "causal", "seqlen_q": 0, "seqlen_k": 0}, "if the lengths differ or are 0"),
+        ({"mask": "dense"}, "cannot return lse with a mask other than causal on cuda"),
         ({"dtype": torch.float32}, "cannot return lse for torch.float32 on cuda"),
         ({"head_dim": 36, "head_dim_v": 36}, "cannot return lse for head_dim 36 on cuda"),
         ({"head_dim_v": 40}, "cannot return lse if head_dim_v differs from head_dim"),

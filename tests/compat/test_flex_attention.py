@@ -119,7 +119,7 @@ def test_a_learned_bias_is_read_in_each_call():
     ],
 )
 def test_other_functions_of_the_score_are_refused(score_mod):
-    with pytest.raises(NotImplementedError, match="score_mod must add a function of positions"):
+    with pytest.raises(NotImplementedError, match="score_mod must return score"):
         ours.flex_attention(*tensors(), score_mod)
 
 

@@ -371,12 +371,12 @@ def test_no_argument_is_ignored():
     with pytest.raises(ValueError, match="must have batch size 1, got"):
         attend(q, k, v, blocks)
     with pytest.raises(
-        ValueError, match=r"must have \(9, 15\) rows \(like attn_bias\), got \(5, 5\)"
+        ValueError, match=r"must have \(9, 15\) rows in total \(like attn_bias\), got \(5, 5\)"
     ):
         attend(q[:1], k[:1], v[:1], blocks)
     with pytest.raises(ValueError, match="3, 4 or 5 dimensions"):
         attend(q, k[0], v)
-    with pytest.raises(ValueError, match="same groups and heads"):
+    with pytest.raises(ValueError, match="same number of groups"):
         attend(q[:, :, None], k.unflatten(2, (2, 2)), v[:, :, None])
 
 
@@ -395,7 +395,7 @@ def test_checks_of_masks():
         attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([4], 3, [4])
     with pytest.raises(ValueError, match="must have 2 values"):
         attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([4], [0], [4])
-    with pytest.raises(ValueError, match="must end within 9 rows"):
+    with pytest.raises(ValueError, match="must end at or before position 9"):
         attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * 3, [1, 1, 10], TABLES, 3)
 
 

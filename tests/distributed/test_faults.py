@@ -13,13 +13,16 @@ MISTAKES = {
     "mask tensor": "attn_mask must be the same on all 4 ranks, got different values",
     "second call": "attn_mask must be the same on all 4 ranks, got different values",
     "dtype": "dtype must be the same on all 4 ranks, got torch.float16, torch.bfloat16",
-    "gradient": "which of query, key and value require grad must be the same on all 4 ranks",
+    "gradient": "requires_grad of query, key and value must be the same on all 4 ranks",
     "seed": "seed must be the same on all 4 ranks, got 0, 1, 0, 0",
     "heads": "num_heads must be the same on all 4 ranks, got 4, 5, 4, 4",
     "scale": "scale, softcap and dropout_p must be the same on all 4 ranks",
-    "positions": "positions of all ranks must be range(length)",
-    "positions of one rank": ("positions must be integers of shape", "invalid on rank 1"),
-    "rows": ("query must have 8 rows on rank 1", "invalid on rank 1"),
+    "positions": "positions of all ranks must together be range(length)",
+    "positions of one rank": (
+        "positions must be an integer tensor of shape",
+        "arguments of rank 1 are invalid",
+    ),
+    "rows": ("query must have 8 rows on rank 1", "arguments of rank 1 are invalid"),
     "sharding": "positions must be the same on all 4 ranks",
 }
 

@@ -293,11 +293,11 @@ def second_factor(q, k, v):
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        (weights_too, "not used exactly once"), (classifier, "scores come from relu"),
+        (weights_too, "or by more than one"), (classifier, "scores depend on relu"),
         (two_products, "differs between keys"), (written_between, "in place"),
-        (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
-        (bias_of_more_heads, "more dimensions"), (values_in_float64, "same floating-point dtype"),
-        (filled_with_little, "of at most -10000"), (hidden_then_scaled, "masked scores"),
+        (scores_too, "also used by"), (bias_of_scores, "depends on the scores"),
+        (bias_of_more_heads, "enlarges"), (values_in_float64, "same floating-point dtype"),
+        (filled_with_little, "above -10000"), (hidden_then_scaled, "factor after the mask"),
         (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -36,7 +36,7 @@ def test_shapes_and_reasons():
     assert (counts.fused, counts.left_to_torch) == (3, 2)
     assert reasons(counts) == {
         "": 3,
-        "within torch.nn.attention.sdpa_kernel without FLASH_ATTENTION": 1,
+        "FLASH_ATTENTION is disabled by torch.nn.attention.sdpa_kernel or enable_flash_sdp": 1,
         "backend eager is requested": 1,
     }
     text = str(counts)

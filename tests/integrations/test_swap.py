@@ -241,7 +241,7 @@ def test_restore_refuses_modules_that_changed_class():
     model = torch.nn.Sequential(torch.nn.LayerNorm(4))
     report = swap_modules(model)
     torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
-    with pytest.raises(RuntimeError, match="first undo what changed it"):
+    with pytest.raises(RuntimeError, match="first undo whatever changed its class"):
         report.restore()
 
 

@@ -198,7 +198,7 @@ def test_parametrizations_after_the_swap(name):
         made.eval()
     x = torch.randn(2, LENGTH, EMBED, dtype=torch.float64, requires_grad=True)
     assert_equal_in_float64(run(model, (x,)), run(original, (x,)))
-    with pytest.raises(RuntimeError, match="first undo what changed it"):
+    with pytest.raises(RuntimeError, match="first undo whatever changed its class"):
         report.restore()
     parametrize.remove_parametrizations(model[0].self_attn, "in_proj_weight")
     report.restore()

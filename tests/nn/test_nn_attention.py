@@ -249,7 +249,7 @@ def test_attention_under_autocast():
         (lambda m, x: m(x[0, 0], x, x), "query must have 3 dimensions"),
         (lambda m, x: m(x, x[0], x[0]), "key must have 3 dimensions"),
         (lambda m, x: m(x, x[..., :3], x), f"key must have {EMBED} features, got"),
-        (lambda m, x: m(x, x, x[:, :3]), "value must have the batch and length of key"),
+        (lambda m, x: m(x, x, x[:, :3]), "value must have the batch size and length of key"),
         (lambda m, x: m(x, x[:1], x[:1]), "key must have batch size 2"),
         (
             lambda m, x: m(x, x, x, attn_mask=torch.zeros(3, 3)),

@@ -238,7 +238,9 @@ def test_op_errors():
         op(*flat(), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"lse and lse_residual must have shape \(1, 2, 3\)"):
         op(*flat(spec=MaskSpec()), lse[:, :1], lse, False, "cpp")
-    with pytest.raises(ValueError, match="query and key must have the same batch and head_dim"):
+    with pytest.raises(
+        ValueError, match="query and key must have the same batch size and head_dim"
+    ):
         op(*flat(query[..., :4], MaskSpec()), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"grad_weights must have shape \(1, 2, 3, 3\)"):
         torch.ops.fused_attn.attention_weights_bwd(

@@ -274,14 +274,14 @@ def _arguments(**changes):
         ),
         ({"value_cache": torch.zeros(2, 2, 41, 8)}, "value_cache must have shape"),
         ({"key_cache": torch.zeros(2, 2, 40, 8).half()}, "key_cache must have dtype"),
-        ({"key_cache": torch.zeros(1, 2, 40, 8).expand(2, -1, -1, -1)}, "got an expanded tensor"),
+        ({"key_cache": torch.zeros(1, 2, 40, 8).expand(2, -1, -1, -1)}, "must not be an expanded"),
         ({"query": torch.zeros(2, 4, 3, 8, requires_grad=True)}, "query must not require grad"),
         ({"attn_mask": torch.zeros(3, 40, requires_grad=True)}, "attn_mask must not require grad"),
         ({"attn_mask": torch.zeros(3, 41)}, "attn_mask must be broadcastable"),
         ({"cache_lengths": torch.tensor([5])}, r"cache_lengths must have shape \(2,\)"),
         ({"cache_lengths": [5, 38]}, r"cache_lengths must be in \[0, 37\] .*got \[5, 38\]"),
         ({"block_table": torch.zeros(3, 1).int()}, r"block_table must have shape \(2, max_pages\)"),
-        ({"block_table": torch.tensor([[0], [2]])}, r"must have pages in \[0, 2\) .* got 2"),
+        ({"block_table": torch.tensor([[0], [2]])}, r"page indices in \[0, 2\) .* got 2"),
     ],
 )  # fmt: skip
 def test_errors_of_caches(changes, message):

@@ -227,7 +227,7 @@ def test_seeds_that_are_none():
             F.scaled_dot_product_attention(x, x, x, None, 0.1, seed=seed)
         with pytest.raises(error, match="seed must"):
             F.layer_norm(x, 8, dropout_p=0.1, seed=seed)
-    with pytest.raises(NotImplementedError, match="not from a seed"):
+    with pytest.raises(NotImplementedError, match="does not support a dropout seed"):
         F.scaled_dot_product_attention(x, x, x, None, 0.1, seed=1, backend="sdpa")
 
 

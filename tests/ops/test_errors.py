@@ -91,7 +91,7 @@ CASES = {
     ),
     "dimensions": (
         lambda: sdpa(query=torch.randn(8)),
-        ValueError, "query must have at least 2 dimensions, got (8,)",
+        ValueError, "query must have at least 2 dimensions, got shape (8,)",
     ),
     "no_tensor": (lambda: sdpa(query=[1.0]), TypeError, "query must be a tensor, got list"),
     "dtype": (
@@ -277,15 +277,15 @@ CASES = {
     ),
     "lengths_for_cu_seqlens": (
         lambda: varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),
-        ValueError, "cu_seqlens_q must go from 0 to 7, got 3 to 4; lengths are cumulative here: "
-        "(0, n0, n0 + n1, ...)",
+        ValueError, "cu_seqlens_q must begin with 0 and end with the number of rows, 7, got 3 and "
+        "4; pass cumulative lengths: (0, n0, n0 + n1, ...)",
     ),
     "steps_of_cu_seqlens": (
         lambda: varlen_attention(
             *[torch.randn(7, 2, 8)] * 3, *[torch.tensor([0, 8, 3, 7])] * 2, 4, 4
         ),
         ValueError,
-        "must increase in steps of 0 to 4, got steps of -5 to 8; lengths are cumulative here",
+        "must have differences (lengths) in [0, 4], got [-5, 8]; pass cumulative lengths",
     ),
     "report_called": (
         lambda: fused_attn.swap_modules(torch.nn.Sequential(torch.nn.LayerNorm(8)))(Q),
@@ -385,7 +385,7 @@ def test_unknown_field_is_an_error():
     """The C++ binding refuses fields that it does not know."""
     x = torch.randn(1, 1, 4, 8)
     call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
-    with pytest.raises(ValueError, match="kernels have no field no_such_field"):
+    with pytest.raises(ValueError, match="the kernels do not read the fields no_such_field"):
         _cpu.attention_weights(call, no_such_field=1)
 
 
@@ -393,5 +393,5 @@ def test_unknown_field_of_a_call_is_an_error():
     """check_fields raises ImportError if the compiled module does not know a field of a call."""
     known = set(_cpu.FIELDS)
     check_fields(known)
-    with pytest.raises(ImportError, match="does not know the call fields dense, softcap"):
+    with pytest.raises(ImportError, match="does not read the call fields dense, softcap"):
         check_fields(known - {"softcap", "dense"})

@@ -208,14 +208,14 @@ def test_nothing_at_all():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, "cu_seqlens_q must go from 0 to 5"),
-        ({"cu_seqlens_q": torch.tensor([0, 6, 5])}, ValueError, r"0 to 4, got steps of -1 to 6"),
+        ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, "end with the number of rows, 5, got"),
+        ({"cu_seqlens_q": torch.tensor([0, 6, 5])}, ValueError, r"in \[0, 4\], got \[-1, 6\]"),
         ({"cu_seqlens_q": torch.tensor([0.0, 5.0])}, TypeError, "int32 or int64 tensor"),
         ({"cu_seqlens_k": torch.tensor([[0, 6]])}, ValueError, r"shape \(batch \+ 1,\)"),
         ({"cu_seqlens_k": torch.tensor([0, 3, 6])}, ValueError, "cu_seqlens_k must have shape"),
         ({"max_seqlen_k": 6.0}, TypeError, "max_seqlen_k must be an int, got float"),
         ({"max_seqlen_q": -5}, ValueError, "max_seqlen_q must be >= 0, got -5"),
-        ({"max_seqlen_k": 5}, ValueError, r"steps of 0 to 5, got steps of 6 to 6"),
+        ({"max_seqlen_k": 5}, ValueError, r"in \[0, 5\], got \[6, 6\]"),
         ({"query": torch.zeros(1, 5, 2, 8)}, ValueError, "query must have 3 dimensions"),
         ({"value": torch.zeros(6, 1, 8)}, ValueError, "value must have num_heads_kv 2"),
         ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "divides"),

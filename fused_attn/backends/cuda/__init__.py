@@ -51,7 +51,7 @@ class CudaBackend(Backend):
         elif device == "cuda" and not reasons:
             reasons += too_old(problem.device)
         if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
-            reasons.append("does not support a head_dim of 0")  # kernels cannot address empty rows
+            reasons.append("does not support head_dim 0")  # kernels cannot address empty rows
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:

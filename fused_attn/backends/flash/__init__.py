@@ -100,11 +100,11 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
     if problem.transformed:
         reasons.append("does not support torch.func transforms or forward-mode AD")
     if problem.dropout:
-        reasons.append("draws dropout masks from the engine's generator, not with Philox")
+        reasons.append("does not support dropout: its engines cannot draw the Philox dropout mask")
     if problem.partial:
-        reasons.append("cannot return partial results")
+        reasons.append("does not support partial results (over some of the keys, to be merged)")
     if problem.result == "weights":
-        reasons.append("cannot return weights")
+        reasons.append("cannot return attention weights")
     return reasons
 
 
@@ -114,7 +114,7 @@ def _plan(problem: AttentionProblem) -> Plan | str:
         return f"does not support a {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
     own = problem.band if problem.mask == "structured" else band.of_kind(problem.mask)
     if own is None:
-        return "supports only bands, lengths and ALiBi, not this mask"
+        return "supports only causal masks, windows, padding and ALiBi, not this mask"
     return plan_of(own, problem.packed, problem.seqlen_q, problem.seqlen_k)
 
 

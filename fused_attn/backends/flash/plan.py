@@ -54,15 +54,15 @@ def plan_of(band: Band, packed: bool, seqlen_q: int, seqlen_k: int) -> Plan | st
         return Plan(None, None, empty=True)
     offset = key_end - seqlen_q
     if band.lo > offset:
-        return "does not support a band that masks all keys of the last queries"
+        return "does not support a band that masks all keys for the last queries"
     if band.alibi and band.alibi_offset != offset:
         return _ALIBI
     window = _window(offset - band.lo, band.hi - offset, seqlen_q, seqlen_k)
     return Plan(*window, key_begin, key_end)
 
 
-_ALIBI = "supports ALiBi only if it is aligned with the ends of the sequences"
-_ALIGNED = "supports a top-left band over sequences of different lengths only if it is causal"
+_ALIBI = "supports ALiBi only if it is aligned at the bottom right"
+_ALIGNED = "supports top-left alignment in a batch of different lengths only for causal masks"
 
 
 def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:
@@ -77,7 +77,7 @@ def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:
         lo = lo - band.offset if lo > -UNLIMITED else lo
         hi = hi - band.offset if hi < UNLIMITED else hi
     if lo > 0 or hi < 0:
-        return "does not support a band that excludes the last query and key"
+        return "does not support a band that masks the last key for the last query"
     return Plan(*_window(-lo, hi, seqlen_q, seqlen_k))
 
 

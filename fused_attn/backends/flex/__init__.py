@@ -112,11 +112,11 @@ class FlexBackend(EngineBackend):
         if problem.dropout:
             reasons.append("does not support dropout")
         if problem.partial:
-            reasons.append("cannot return partial results")
+            reasons.append("does not support partial results (over some of the keys, to be merged)")
         if problem.result == "weights":
-            reasons.append("cannot return weights")
+            reasons.append("cannot return attention weights")
         if problem.learned_bias and torch.are_deterministic_algorithms_enabled():
-            reasons.append("sums the gradient of a bias in a nondeterministic order")
+            reasons.append("accumulates the gradient of a bias in a nondeterministic order")
         return reasons
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:

@@ -70,7 +70,7 @@ def run(
         NotImplementedError: the variant cannot be compiled, during `verifying`.
     """
     if at_limit(variant):
-        _fall_back(f"has reached its limit of {MAX_VARIANTS} compiled kinds of calls")
+        _fall_back(f"has compiled kernels for {MAX_VARIANTS} kinds of calls, its limit")
         return None
     function = _functions.get(variant)
     if function is None and variant in _functions:

@@ -105,9 +105,11 @@ def _try(attention: Attention) -> None:
         with getattr(want, "fake_mode", contextlib.nullcontext()), torch.no_grad():
             got = scores.attention_of_steps(*arguments)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise NotFusedError(f"the fused function refuses it: {error}") from error
+        raise NotFusedError(f"the fused function rejects the arguments: {error}") from error
     if got.shape != want.shape:  # dtypes may differ here, because autocast is off
-        raise NotFusedError(f"the fused result would have another shape, {tuple(got.shape)}")
+        raise NotFusedError(
+            f"the fused function would return shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        )
 
 
 def _erase(graph: Graph, node: Node) -> None:

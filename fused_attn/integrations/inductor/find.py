@@ -83,7 +83,9 @@ class _Search:
         assert product is not None
         shape = shape_of(product)
         if shape is None or ends is None or shape[-2:] != ends[-2:]:
-            raise NotFusedError("queries and keys are not the last dimensions of the scores")
+            raise NotFusedError(
+                "the last two dimensions of the scores change between query @ key^T and the softmax"
+            )
         output = self._trace_weights()
         self._check(product, output)
         operands = (*operands_of(product)[:2], values_of(output))
@@ -122,7 +124,7 @@ class _Search:
             go_up(node.args[0], node)
             method = str(node.target) if node.op == "call_method" else name
             if node.kwargs:
-                raise NotFusedError(f"scores come from {method} with keyword arguments")
+                raise NotFusedError(f"{method} with keyword arguments is applied to the scores")
             self.steps.append(("reshape", method, tuple(node.args[1:])))
         elif name == "tanh":
             go_up(node.args[0], node)
@@ -138,11 +140,13 @@ class _Search:
         elif name == "where":
             self._where(node, go_up)
         else:
-            raise NotFusedError(f"scores come from {_shown(node)}")
+            raise NotFusedError(f"the scores depend on {_shown(node)}, which cannot be fused")
 
     def _arithmetic(self, name: str, node: Node, go_up: Callable[[Any, Node], None]) -> None:
         if node.kwargs or len(node.args) != 2:
-            raise NotFusedError(f"scores come from {_shown(node)} with additional arguments")
+            raise NotFusedError(
+                f"{_shown(node)} with additional arguments is applied to the scores"
+            )
         scores, other = node.args
         if name in ("mul", "add") and not self._is_scores(scores, node):
             scores, other = other, scores
@@ -162,14 +166,20 @@ class _Search:
         if isinstance(other, (int, float)):
             factor = float(other) if name == "mul" else 1.0 / other
             if ("tanh",) in self.steps and factor <= 0.0:
-                raise NotFusedError("tanh of scores is multiplied by a factor that is not positive")
+                raise NotFusedError(
+                    "tanh of the scores is multiplied by a factor that is not positive"
+                )
             if (factor <= 0.0 and numbers) or any(n * factor > MASK_THRESHOLD for n in numbers):
-                raise NotFusedError("masked scores are multiplied by a number")
+                raise NotFusedError(
+                    f"a factor after the mask raises masked scores above {MASK_THRESHOLD:g}"
+                )
             return ("multiply", factor)
         if numbers:
-            raise NotFusedError("masked scores are multiplied by a tensor")
+            raise NotFusedError("scores are multiplied by a tensor after the mask")
         if ("tanh",) in self.steps:
-            raise NotFusedError("tanh of scores is multiplied by a factor that is not a constant")
+            raise NotFusedError(
+                "tanh of the scores is multiplied by a factor that is not a constant"
+            )
         shape = shape_of(other)
         number = isinstance(other, Node) and isinstance(other.meta.get("example_value"), SymFloat)
         if not number and (shape is None or (len(shape) > 0 and shape[-1] != 1)):
@@ -178,7 +188,9 @@ class _Search:
 
     def _where(self, node: Node, go_up: Callable[[Any, Node], None]) -> None:
         if len(node.args) != 3:
-            raise NotFusedError("scores come from a where() without three arguments")
+            raise NotFusedError(
+                "where() without three positional arguments is applied to the scores"
+            )
         if node.op == "call_method":
             kept, visible, other = node.args
         else:
@@ -197,7 +209,7 @@ class _Search:
         number = _constant(value)
         if number is None or number > MASK_THRESHOLD:
             raise NotFusedError(
-                f"masked scores are not replaced by a number of at most {MASK_THRESHOLD:g}"
+                f"masked scores are set to a tensor, or to a number above {MASK_THRESHOLD:g}"
             )
         self.steps.append((kind, mask, number))
 
@@ -227,13 +239,15 @@ class _Search:
         while True:
             users = _live_users(node)
             if len(users) != 1:
-                raise NotFusedError("weights are not used exactly once")
+                raise NotFusedError("the weights are used by no operation, or by more than one")
             (user,) = users
             name = op_of(user)
             if name in ("matmul", "einsum"):
                 return user
             if not user.args or user.args[0] is not node or in_place(user):
-                raise NotFusedError(f"weights are passed to {_shown(user)}")
+                raise NotFusedError(
+                    f"the weights are passed to {_shown(user)}, which cannot be fused"
+                )
             if name in RESHAPES and not user.kwargs:
                 method = str(user.target) if user.op == "call_method" else name
                 self.steps.append(("reshape", method, tuple(user.args[1:])))
@@ -244,7 +258,9 @@ class _Search:
             elif name == "nan_to_num":
                 self._without_nan()
             elif name != "cast":
-                raise NotFusedError(f"weights are passed to {_shown(user)}")
+                raise NotFusedError(
+                    f"the weights are passed to {_shown(user)}, which cannot be fused"
+                )
             self.chain.append(user)
             node = user
 
@@ -267,7 +283,9 @@ class _Search:
         same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
         fills = [step for step in self.steps if step[0] in ("fill", "keep")]
         if _constant(value) != 0.0 or same != fills or self.dropout_p:
-            raise NotFusedError("weights are set to a number after the softmax")
+            raise NotFusedError(
+                "masked_fill of the weights is not equivalent to the mask of the scores"
+            )
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self) -> None:
@@ -277,7 +295,9 @@ class _Search:
         0 for these rows anyway.
         """
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
-            raise NotFusedError("nan_to_num follows a mask with finite values")
+            raise NotFusedError(
+                "nan_to_num is applied to the weights, but masked scores are not -inf"
+            )
 
     # ---- requirements of the fused function
 
@@ -299,21 +319,23 @@ class _Search:
         if result.is_cpu and _multiply_adds(product) <= most:
             raise NotFusedError("the call is small: the code that Inductor generates is faster")
         if operands_of(output)[0] is not self.chain[-1]:
-            raise NotFusedError("weights are the second factor of the product with values")
+            raise NotFusedError("the weights are the second operand of the product with value")
         inside, derived, node = {*self.chain, output}, {product}, product.next
         while node is not output:
             if in_place(node) and node not in inside:
-                raise NotFusedError("a tensor is modified in place between the products")
+                raise NotFusedError(
+                    "a tensor is modified in place between query @ key^T and weights @ value"
+                )
             if derived & set(node.all_input_nodes):
                 derived.add(node)
             node = node.next
         read = {product, *self.chain}
         for user in {user for node in read for user in node.users} - inside:
             if not _is_dead(user, inside):
-                raise NotFusedError(f"scores or weights are used elsewhere too, by {_shown(user)}")
+                raise NotFusedError(f"the scores or weights are also used by {_shown(user)}")
         operands = [values_of(output), *(operand for step in self.steps for operand in step)]
         if any(isinstance(operand, Node) and operand in derived for operand in operands):
-            raise NotFusedError("a mask, a factor or the values depend on the scores")
+            raise NotFusedError("a mask, a factor or value depends on the scores")
 
 
 def _multiply_adds(product: Node) -> int:
@@ -337,7 +359,7 @@ def values_of(output: Node) -> Any:
     """Return the value operand of weights @ value."""
     operands = operands_of(output)
     if len(operands) != 2:
-        raise NotFusedError("weights are passed to a product of several tensors")
+        raise NotFusedError("the weights are passed to an einsum that does not have two operands")
     return operands[1]
 
 
@@ -354,7 +376,10 @@ def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
         return None, ((*range(ndim - 2), ndim - 1, ndim - 2), ())
     arranged = einsums.scores_of(*_einsum_of(product))
     if arranged is None:
-        raise NotFusedError(f"scores come from einsum {product.args[0]!r}")
+        raise NotFusedError(
+            f"einsum {product.args[0]!r} is not a product of query and key^T over one shared "
+            "dimension"
+        )
     return arranged
 
 
@@ -367,7 +392,9 @@ def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
         return None, None
     arranged = einsums.output_of(*_einsum_of(output))
     if arranged is None:
-        raise NotFusedError(f"weights are passed to einsum {output.args[0]!r}")
+        raise NotFusedError(
+            f"einsum {output.args[0]!r} is not a product of the weights and value over the keys"
+        )
     return arranged
 
 
@@ -379,7 +406,7 @@ def _einsum_of(product: Node) -> tuple[str, list[int]]:
 
 def _check_shape(node: Node, scores: Any) -> None:
     if shape_of(node) != shape_of(scores):
-        raise NotFusedError("a mask or a factor has more dimensions than the scores")
+        raise NotFusedError("a mask or a factor enlarges the scores by broadcasting")
 
 
 def _nothing(node: Any, reader: Node) -> None:
@@ -389,7 +416,7 @@ def _nothing(node: Any, reader: Node) -> None:
 def _writers(node: Any, reader: Node) -> list[Node]:
     """Return the in-place calls on a tensor before `reader`, if their results are unused."""
     if not isinstance(node, Node):
-        raise NotFusedError("scores are not computed in this graph")
+        raise NotFusedError("the scores are not computed in this graph")
     found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
     return sorted(user for user in found if user < reader)
 

@@ -84,8 +84,8 @@ def attention_forward(
     """
     if output_attentions:
         warnings.warn(
-            "fused_attn never materializes the weights, so output_attentions=True returns None in "
-            'their place; use model.set_attn_implementation("eager") to get them',
+            "fused_attn never materializes attention weights, so output_attentions=True returns "
+            'None in their place; use model.set_attn_implementation("eager") to get them',
             stacklevel=2,
         )
     _refuse(kwargs)
@@ -183,8 +183,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"fused_attn does not support {name} in transformers' attention: it "
-                f'{REFUSED[name]}; use model.set_attn_implementation("sdpa") for this model'
+                f"fused_attn does not support the argument {name}, which {REFUSED[name]}: use "
+                'model.set_attn_implementation("sdpa") for this model'
             )
 
 

@@ -396,7 +396,10 @@ def arguments_of(
         if not known or mask.conditions() != own.conditions():
             names.append("masks other than windows")
     if names:
-        raise NotImplementedError(f"fused_attn does not pack models with {', '.join(names)}")
+        raise NotImplementedError(
+            f"fused_attn cannot pack padded batches of models with {', '.join(names)}: pass "
+            "remove_padding=False to swap_modules"
+        )
     return packing.arguments() | {"attn_mask": own}
 
 

@@ -84,8 +84,8 @@ def _allow_generate_batch(library: Any) -> None:
         elif not model._supports_flash_attn:
             raise NotImplementedError(
                 f"fused_attn does not support {type(model).__name__} in continuous batching, "
-                "which passes lengths instead of masks: as with flash-attn, the attention of the "
-                "model must not depend on masks; use generate"
+                "which passes lengths instead of masks: the model must support flash attention; "
+                "use generate instead"
             )
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

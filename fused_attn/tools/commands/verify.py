@@ -66,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
             _show(report)
     for report in reports.values():
         if report.not_stored:
-            raise OSError(f"the verdict on {report.backend} is not stored: {report.not_stored}")
+            raise OSError(
+                f"the verdict on {report.backend} could not be stored: {report.not_stored}"
+            )
     return OK if not any(report.wrong for report in reports.values()) else FAILED
 
 

@@ -84,7 +84,9 @@ def _attention(
     return_lse: bool = False,
 ) -> tuple[Tensor, Any]:
     if op is not None:
-        raise NotImplementedError(f"op must be None (see fused_attn.use_backend), got {op}")
+        raise NotImplementedError(
+            f"op must be None, got {op}: select a backend with fused_attn.use_backend"
+        )
     if output_dtype not in (None, query.dtype):
         expected = f"{query.dtype} (like query)"
         raise NotImplementedError(f"output_dtype must be {expected}, got {output_dtype}")
@@ -107,14 +109,14 @@ def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
-        raise ValueError(f"query, key and value must have 3, 4 or 5 dimensions, got {shapes}")
+        raise ValueError(f"query, key and value must all have 3, 4 or 5 dimensions, got {shapes}")
     if query.dim() == 3:
         return [x[:, :, None] for x in (query, key, value)]
     heads = query.shape[3] if query.dim() == 5 else 0
     if heads and any(s[2] != shapes[0][2] or s[3] not in (1, heads) for s in shapes):
         raise ValueError(
-            "key and value must have the same groups and heads as query, or the same groups and 1 "
-            f"head, got {shapes}"
+            "key and value must have the same number of groups as query, and its number of heads "
+            f"or 1, got shapes {shapes}"
         )
     shared = not needs_grad(key, value)
     if all(x.shape[-2] == 1 or (shared and x.stride(-2) == 0) for x in (key, value)):
@@ -134,7 +136,8 @@ def _mask_of(attn_bias: Bias, query: Tensor) -> Tensor | Mask | None:
     if isinstance(bias, Tensor):
         if not bias.is_floating_point() or bias.dim() != query.dim():
             expected = f"a float tensor with {query.dim()} dimensions (like query)"
-            raise ValueError(f"attn_bias must be {expected}, got {bias.dtype}, {tuple(bias.shape)}")
+            got = f"{bias.dtype} of shape {tuple(bias.shape)}"
+            raise ValueError(f"attn_bias must be {expected}, got {got}")
         if query.dim() == 3:
             bias = bias[:, None]
         elif query.dim() == 5:

@@ -189,7 +189,7 @@ class Blocks(AttentionBias):
         expected = self.q_seqinfo.seqstart_py[-1], keys
         if rows != expected:
             raise ValueError(
-                f"query and key must have {expected} rows (like attn_bias), got {rows}"
+                f"query and key must have {expected} rows in total (like attn_bias), got {rows}"
             )
 
     def _visible(self, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -361,7 +361,10 @@ class _Paged(Blocks):
         keys = SeqLenInfo.of(kv_seqlen, None, [*starts, capacity], device)
         ends = [start + n for start, n in zip(starts, keys.seqlen_py, strict=True)]
         if max(ends, default=0) > capacity:
-            raise ValueError(f"keys must end within {capacity} rows of block_tables, got {ends}")
+            raise ValueError(
+                f"each sequence's keys must end at or before position {capacity} (pages per "
+                f"sequence times page_size), got ends {ends}"
+            )
         queries = SeqLenInfo.of(q_seqlen, device=device)
         return cls(queries, keys, None, tables, page_size)
 

@@ -43,7 +43,7 @@ template <class T, int kHeadDim, bool kGeneral, bool kAddsDq>
 struct DkdvKernel {
   using Sizes = DkdvSizes<sizeof(T), kHeadDim, kGeneral, kAddsDq>;
   using Layout = KeyOwnerLayout<T, kHeadDim, Sizes, kAddsDq>;
-  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: the tiles exceed shared memory");
   static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock, kThreads = Sizes::kThreads;
 
   const AttentionBwdArgs& args;
@@ -307,7 +307,7 @@ struct DkdvKernel {
                                         const Accumulator<kM, kN>& grads) {
     using Tile = SharedTile<T, kN>;
     constexpr int kRowTiles = kN / 16, kParts = Sizes::kWarps / kRowTiles;
-    static_assert(kRowTiles * kParts == Sizes::kWarps, "each warp has a part");
+    static_assert(kRowTiles * kParts == Sizes::kWarps, "each row tile needs equally many warps");
     constexpr int kColumns = kHeadDim / kParts;
     // Columns per iteration. More would need registers that grad_key and grad_value occupy.
     constexpr int kColumnsPerStep = kColumns % 32 == 0 ? 32 : 16;

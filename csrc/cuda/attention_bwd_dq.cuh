@@ -13,7 +13,7 @@ struct DqKernel {
   static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock;
   // The block owns two tiles: its rows of query and of grad_out.
   using Layout = QueryOwnerLayout<T, kHeadDim, Sizes, 2>;
-  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: the tiles exceed shared memory");
   static constexpr uint32_t kGradOut = Layout::kOwned + Layout::kOwnedBytes;
 
   const AttentionBwdArgs& args;

@@ -32,7 +32,8 @@ template <class T>
 FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* residual, const T* b, int64_t count) {
   constexpr int kPerChunk = 16 / sizeof(T);
   constexpr bool kInOrder = sizeof(T) == 4;
-  static_assert(!kInOrder || kPerChunk == kPartOfSum, "a chunk is a part, as in Product<float>");
+  static_assert(!kInOrder || kPerChunk == kPartOfSum,
+                "each chunk is one partial sum, as in Product<float>");
   float sum = 0.0f;
   FUSED_ATTN_UNROLL_BY(2)  // unrolled further, the float32 loads exhaust the registers
   for (int64_t first = 0; first < count; first += kRowLanes * kPerChunk) {

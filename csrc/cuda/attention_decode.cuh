@@ -36,13 +36,14 @@ struct DecodeLayout {
   static constexpr uint32_t kRowsBytes = Sizes::kBlock * sizeof(Chunk);
   static constexpr uint32_t kList = kRows + 2 * kRowsBytes;
   static constexpr int kBytes = kList + TileList::kBytes;
-  static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: the tiles exceed shared memory");
 
   // Results of a warp: 16 rows of float32 accumulators, and one Pair (maximum score, row sum) per
   // row. Rows are padded by 8 floats, so that adjacent rows begin 8 banks apart.
   static constexpr int kResultBytes = (kHeadDim + 8) * 4;
   static constexpr uint32_t kResultsBytes = kDecodeRows * (kResultBytes + sizeof(Pair));
-  static_assert(Sizes::kWarps * kResultsBytes <= kStagesBytes, "they lie in the stages");
+  static_assert(Sizes::kWarps * kResultsBytes <= kStagesBytes,
+                "the results of all warps must fit the stages");
 
   static FUSED_ATTN_DEVICE uint32_t key(int stage) { return kStages + stage * 2 * kTileBytes; }
   static FUSED_ATTN_DEVICE uint32_t value(int stage) { return key(stage) + kTileBytes; }
@@ -165,8 +166,9 @@ struct DecodeKernel {
   }
 
   FUSED_ATTN_DEVICE void load_tile(int stage, int t) {
-    static_assert(kBlock <= Sizes::kThreads, "a thread finds one row");
-    static_assert(kBlock * Shared::kChunks % Sizes::kThreads == 0, "each copies as many chunks");
+    static_assert(kBlock <= Sizes::kThreads, "each thread looks up at most one row");
+    static_assert(kBlock * Shared::kChunks % Sizes::kThreads == 0,
+                  "threads must copy equally many chunks");
     FUSED_ATTN_UNROLL_BY(2)
     for (int c = 0; c < kBlock * Shared::kChunks / Sizes::kThreads; ++c) {
       const int index = c * Sizes::kThreads + thread_id();

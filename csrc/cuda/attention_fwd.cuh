@@ -14,7 +14,7 @@ struct FwdKernel {
   using Sizes = FwdSizes<sizeof(T), kHeadDim, kGeneral>;
   static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock;
   using Layout = QueryOwnerLayout<T, kHeadDim, Sizes, 1>;
-  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: the tiles exceed shared memory");
   using Args = AttentionArgs;
 
   const Args& args;

@@ -51,7 +51,7 @@ constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * 32;
 // Merges the splits of one query row per block. Each warp processes every kMergeWarps-th split.
 template <class T, int kHeadDim>
 struct MergeKernel {
-  static_assert(kHeadDim % 32 == 0, "each lane has as many columns");
+  static_assert(kHeadDim % 32 == 0, "each lane merges equally many columns");
   static constexpr int kColumns = kHeadDim / 32;  // per lane
   static constexpr int kBytes = kMergeWarps * (kHeadDim + 1) * 4;
 

@@ -55,7 +55,7 @@ constexpr int kTeamBytes = 2 * kWarps * kTeamSums * static_cast<int>(sizeof(floa
 // the buffer.
 template <int kSums>
 FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[kSums]) {
-  static_assert(kSums <= kTeamSums, "kTeamBytes has no room");
+  static_assert(kSums <= kTeamSums, "kTeamBytes reserves space for kTeamSums values");
   FUSED_ATTN_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) {
     if (mask >= team.size) continue;
@@ -211,7 +211,7 @@ FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& team,
                                         const Stretch& s, uint32_t row) {
-  static_assert(kWidth * kAccesses <= 32, "one word has no room");
+  static_assert(kWidth * kAccesses <= 32, "keep_mask has 32 bits");
   const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
   uint32_t keep_mask = 0;
   FUSED_ATTN_ROLLED  // unrolled, the Philox calls would cause register spills

@@ -135,7 +135,7 @@ FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence& sequence,
                                          const FragmentRows<kM>& rows, int column) {
-  static_assert(kN <= 128, "a row of a thread is 32 bits");
+  static_assert(kN <= 128, "a thread stores its columns of a row in 32 bits");
   const int first = column + 2 * (unhoisted(lane_id()) % 4);
   const SequenceBounds& bounds = sequence.bounds;
   const int64_t b = sequence.b;

@@ -22,7 +22,7 @@ struct ScoreTile {
   static constexpr uint32_t kRowBytes = kHeadDim * sizeof(T);
   static constexpr uint32_t kLeft = 0, kRight = kTile * kRowBytes;
   static constexpr int kBytes = 2 * kRight;
-  static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: the tiles exceed shared memory");
   using Scores = Accumulator<1, kN>;
 
   const AttentionParams& p;

@@ -23,7 +23,7 @@ struct SharedTile {
   static constexpr int kPerChunk = 16 / sizeof(T);
   static constexpr int kChunks = kHeadDim / kPerChunk;
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
-  static_assert(kChunks % 2 == 0, "rows must be whole pairs of chunks");
+  static_assert(kChunks % 2 == 0, "a row must be a multiple of two chunks");
 
   static FUSED_ATTN_DEVICE uint32_t at(uint32_t tile, int row, int chunk) {
     // Rows whose size is not a multiple of 128 bytes start at different banks anyway, so the
@@ -45,7 +45,7 @@ template <class T, int kHeadDim, int kRows, int kThreads, class Valid>
 FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
                                        int begin, int end, int head_dim, Valid valid) {
   using Tile = SharedTile<T, kHeadDim>;
-  static_assert(kRows * Tile::kChunks % kThreads == 0, "each thread copies as many chunks");
+  static_assert(kRows * Tile::kChunks % kThreads == 0, "threads must copy equally many chunks");
   const int thread = unhoisted(thread_id());
   // Unrolled further, the addresses would occupy registers that the surrounding loop needs.
   FUSED_ATTN_UNROLL_BY(2)

@@ -155,7 +155,7 @@ FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRo
                                         int column) {
   const int upper = rows.position[2 * m], lower = rows.position[2 * m + 1];
   constexpr int kCount = kN % 16 == 0 ? 2 : 1;
-  static_assert(kN <= 64, "one word has no room");
+  static_assert(kN <= 64, "keep_mask has 32 bits");
   uint32_t keep_mask = 0;
   FUSED_ATTN_UNROLL
   for (int n = 0; n < kN / 8; n += kCount) {

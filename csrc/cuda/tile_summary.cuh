@@ -14,7 +14,7 @@ constexpr int kSummaryWarps = kSummaryThreads / 32;
 constexpr int64_t kRowsAtOnce = 8;  // rows per iteration, so that a lane has 16 loads in flight
 
 // Each warp summarizes one tile. Lane l reads columns l and l + 32, so that loads are coalesced.
-static_assert(kSummaryTileN == 64, "two columns a lane");
+static_assert(kSummaryTileN == 64, "each lane reads two columns");
 
 // An element of a boolean mask. is_masked(x) returns true if x hides a position. is_plain(x)
 // returns true if the position is visible and x adds nothing to its score.
@@ -77,7 +77,7 @@ struct IdRangesArgs {
 // Computes the range of document ids of each run. Each warp reduces one run.
 FUSED_ATTN_KERNEL(kSummaryThreads, 1)
 id_ranges_kernel(FUSED_ATTN_ARGUMENT IdRangesArgs args) {
-  static_assert(kIdRangeTile == 32, "a position a lane");
+  static_assert(kIdRangeTile == 32, "each lane reads one position");
   const int64_t runs_of_sequence = (args.seqlen + kIdRangeTile - 1) / kIdRangeTile;
   const int64_t run = block_id() * kSummaryWarps + warp_id();
   if (run >= args.runs) return;  // uniform within the warp

@@ -73,7 +73,7 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
 template <int kParts, bool kTwo, Into kInto>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
                        int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* columns) {
-  static_assert(kInto != Into::kStoreMaximum, "not supported");
+  static_assert(kInto != Into::kStoreMaximum, "AMX does not implement kStoreMaximum");
   // Start from C only with a single part. With more parts, each MMA would round C (see Into).
   constexpr bool kFromC = kInto == Into::kAdd && kParts == 1;
   asm volatile("" ::: "memory");  // keeps earlier stores before the tile loads

@@ -254,7 +254,7 @@ class AttentionBwdRows {
 
   // Returns a word in which bit t is set if dropout keeps key t for query i.
   uint64_t kept_keys(const TileAt& at, int64_t i) const {
-    static_assert(kDecodeKeys <= 64, "a bit each");
+    static_assert(kDecodeKeys <= 64, "the word has one bit per key");
     constexpr int64_t kColumns = DropoutColumns<>::kColumns;
     const PhiloxKeys keys(p_.seed);
     const DropoutAt first = dropout_at(p_, at);

@@ -81,7 +81,7 @@ class BiasRows {
   };
 
   void add_to_row(int64_t at, int64_t j, const float* grads, const float* weights) {
-    static_assert(kGradientKeys == 32, "two vectors");
+    static_assert(kGradientKeys == 32, "a row of keys is two vectors of 16");
     store(sums_ + at * 16, load(sums_ + at * 16) + (load(grads) + load(grads + kPairSums)));
     const __m512 least = _mm512_set1_ps(1.f / (Heavy::kMost + 1));
     uint32_t heavy =

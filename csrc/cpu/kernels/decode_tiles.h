@@ -20,8 +20,8 @@ class DecodeTiles {
   using Pack = TilePack<T>;
   using Products = TileProducts<F::kParts>;
   using Softmax = TileSoftmax<T, true>;
-  static_assert(kDecodeKeys == kTileKeys, "one kind of block");
-  static_assert(F::kRounds, "float32 takes six products, and longer to be split than vectors take");
+  static_assert(kDecodeKeys == kTileKeys, "KV blocks must have the size of tiles");
+  static_assert(F::kRounds, "float32 takes six products and a split: DecodeRows is faster");
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
   static constexpr int64_t kGathered = 4;  // maximum rows for which gathers beat a transpose
   // Cache lines of the next block to prefetch after each MMA.

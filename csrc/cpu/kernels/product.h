@@ -383,12 +383,12 @@ class PairProduct {
                                        b.part, c + r * ldc, ldc, columns);
     }
 #elif defined(FUSED_ATTN_NEON_BF16)
-    static_assert(kParts == 1, "three products of BFMMLA's are no faster than FMLA's one");
+    static_assert(kParts == 1, "float32 in three parts is no faster with BFMMLA than with FMLA");
     between();
     mmla_gemm<kInto>(m, pad_steps(k) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2,
                      b.data, b.stride, c, ldc, columns);
 #else
-    static_assert(kParts == 1, "vdpbf16ps is as fast as multiply-add for two products at most");
+    static_assert(kParts == 1, "float32 in three parts is slower with VDPBF16PS than with FMA");
     gemm<BFloat16Pairs, kLayout, kInto, kAllSteps>(
         m, (k + 1) / 2, reinterpret_cast<const uint32_t*>(a.data),
         kLayout == Layout::kRowMajor ? a.stride / 2 : a.stride, b.data, b.stride, c, ldc, columns,

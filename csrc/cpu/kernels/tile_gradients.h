@@ -61,7 +61,8 @@ class TileGradients {
     FUSED_ATTN_INLINE void next() {
       constexpr int kRow = kQuarter % 2, kVector = kQuarter / 2;
       const uint32_t r = 2 * at_ + kRow;
-      static_assert(TileDropout<kGradientKeys>::kRows == 2, "a unit is what is drawn at once");
+      static_assert(TileDropout<kGradientKeys>::kRows == 2,
+                    "one unit is two rows, as in a draw of dropout");
       if (!kPlain && kQuarter == 0 && tile_.dropout != nullptr) {
         keep_ = tile_.dropout->keep(2 * at_);
       }

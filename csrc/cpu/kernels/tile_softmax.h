@@ -127,7 +127,7 @@ class TableWeights {
 
   template <int kHalf, bool kDrops>
   FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t, uint16_t* to) {
-    static_assert(!kDrops, "dropout wants an lse");
+    static_assert(!kDrops, "TableWeights does not support dropout");
     const __m512 steps_a = _mm512_fmadd_ps((__m512)a, unit_, start_);
     const __m512 steps_b = _mm512_fmadd_ps((__m512)b, unit_, start_);
     const __m512i steps = _mm512_packus_epi32(to_int(steps_a), to_int(steps_b));  // negative: 0

@@ -36,7 +36,7 @@ constexpr bool kIsBFloat16<BFloat16> = true;
 
 template <class To, class From>
 inline To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From), "same size");
+  static_assert(sizeof(To) == sizeof(From), "bit_cast requires types of equal size");
   To to;
   memcpy(&to, &from, sizeof(to));
   return to;

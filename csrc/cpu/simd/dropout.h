@@ -163,7 +163,7 @@ class DropoutColumns {
 template <int kRows>
 class DropoutRows {
   static constexpr int kVectors = kRows / kPhiloxLanes;
-  static_assert(kRows <= 32 && kRows % kPhiloxLanes == 0, "a bit each, and whole vectors");
+  static_assert(kRows <= 32 && kRows % kPhiloxLanes == 0, "rows must fit 32 bits and fill vectors");
 #if defined(__AVX2__)
   static constexpr bool kShorts = kVectors == 4;
 #else

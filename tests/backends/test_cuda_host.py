@@ -103,7 +103,7 @@ def test_errors_say_what_was_called():
     fields = {"tensor": mask, "summary": None}
     with pytest.raises(RuntimeError, match=r"tile_summary.*1 1 1099511627776 64.*a grid can have"):
         run("tile_summary", DEVICE, None, fields)
-    with pytest.raises(ValueError, match="no field summery"):
+    with pytest.raises(ValueError, match="do not read the fields summery"):
         run("tile_summary", DEVICE, None, {"tensor": mask[:, :, :64], "summery": 0})
 
 

@@ -215,7 +215,7 @@ def test_prefix_with_dropout_needs_runs_at_multiples_of_8():
             if fits:
                 plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
                 continue
-            with pytest.raises(ValueError, match="begin at multiples of 8"):
+            with pytest.raises(ValueError, match="begin at a multiple of 8"):
                 plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
 
 

@@ -197,7 +197,7 @@ def test_caches_of_inference_mode_can_be_continued():
 def test_wrong_arguments():
     theirs, ours = decoder()
     cache = ours.prepare(randn(2, LEN_S, EMBED))
-    with pytest.raises(ValueError, match="multiple of 2"):
+    with pytest.raises(ValueError, match=r"the memory's batch size \(2\)"):
         ours.step(randn(3, 1, EMBED), cache)
     with pytest.raises(ValueError, match="memory must have 3"):
         ours.prepare(randn(LEN_S, EMBED))

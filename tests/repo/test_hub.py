@@ -142,7 +142,7 @@ def test_wheels_of_two_versions_are_refused(repository, tmp_path):
     package = tmp_path / "other" / "fused_attn"
     package.mkdir(parents=True)
     (package / "decode.py").write_text("")
-    with pytest.raises(SystemExit, match="different versions"):
+    with pytest.raises(SystemExit, match="differs between the wheels"):
         export.export([ROOT, tmp_path / "other"], tmp_path / "out")
 
 

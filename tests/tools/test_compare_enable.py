@@ -90,7 +90,7 @@ def test_without_enable_the_error_names_it():
 
 
 def test_nothing_fused_is_an_error():
-    with pytest.raises(ValueError, match="calls that are fused"):
+    with pytest.raises(ValueError, match="calls that enable"):
         compare(model(ByHand()), tokens(), enable=True)
 
 

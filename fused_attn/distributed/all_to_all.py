@@ -47,7 +47,6 @@ def attend_to_all(
         packed = mask.cu_seqlens_q
         offsets = attention_offsets(
             query.shape[0] if packed is None else len(packed) - 1,
-            query.shape[1],
             head0=heads[0],
             num_heads_global=heads[1],
             device=query.device,

@@ -207,7 +207,7 @@ def _local_attention(
     local = with_options(local, seed=seed)
     if sharding.is_sharded:
         offsets = attention_offsets(
-            local.sizes()[0], query.shape[1], head0=heads.start, batch0=batch.start,
+            local.sizes()[0], head0=heads.start, batch0=batch.start,
             num_heads_global=sharding.shape[1], device=query.device,
         )  # fmt: skip
         local = with_options(local, dropout_offsets=offsets)

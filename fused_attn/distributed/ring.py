@@ -320,7 +320,7 @@ class _Block:
         if drops:
             head0, total = ring.heads
             options.dropout_offsets = attention_offsets(
-                len(q), q.shape[1], row0=queries.positions.start, key0=padded.start, head0=head0,
+                len(q), row0=queries.positions.start, key0=padded.start, head0=head0,
                 num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
             )  # fmt: skip
         call = AttentionCall(q, k, v, own, options).kernel_layout()

@@ -13,7 +13,7 @@ from fused_attn.backends import cpp, get_backend, problem_of
 from fused_attn.base import philox
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.options import AttentionOptions, NormOptions
-from fused_attn.distributed.shards import attention_offsets, norm_offsets
+from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import dispatch
 from fused_attn.ops import library as ops
@@ -57,7 +57,7 @@ def sizes_of(part):
 def origin_of(part, device):
     batch0, head0, row0, key0 = (range(n)[of].start for n, of in zip(WHOLE, part, strict=True))
     return attention_offsets(
-        *sizes_of(part)[:2], row0=row0, key0=key0, head0=head0, num_heads_global=WHOLE[1],
+        sizes_of(part)[0], row0=row0, key0=key0, head0=head0, num_heads_global=WHOLE[1],
         batch0=batch0, device=device,
     )  # fmt: skip
 
@@ -170,8 +170,8 @@ def test_packed_sequences(backend):
     """Each packed sequence drops the weights that the complete call drops at its global offsets."""
     device = device_of(backend)
     lengths_q, lengths_k = torch.tensor([33, 1, 20]), torch.tensor([60, 16, 45])
-    rows, keys, numbers, heads = [5, 40, 0], [8, 0, 64], torch.tensor([3, 0, 6]), 2
-    whole = whole_keep((7, 6, 64, 120))
+    rows, keys, numbers, heads, head0, all_heads = [5, 40, 0], [8, 0, 64], [3, 0, 6], 2, 3, 6
+    whole = whole_keep((7, all_heads, 64, 120))
     query = torch.zeros(1, heads, 54, 8, device=device)
     key = torch.zeros(1, heads, 121, 8, device=device)
     value = torch.cat([torch.eye(60)[: int(n)] for n in lengths_k]).to(device)
@@ -180,9 +180,8 @@ def test_packed_sequences(backend):
     spec = replace(
         spec, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=60
     )
-    offsets = attention_offsets(
-        3, heads, row0=rows, key0=keys, head0=3, num_heads_global=6, batch0=numbers, device=device
-    )
+    head_words = [number * all_heads + head0 for number in numbers]
+    offsets = torch.tensor([rows, keys, head_words], device=device).T.contiguous()
     value = value.expand(1, heads, -1, -1).clone().requires_grad_()
     options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(device), offsets)
     call = AttentionCall(query, key, value, spec, options)
@@ -192,7 +191,7 @@ def test_packed_sequences(backend):
         for b in range(3):
             got = out[0, :, ends[0][b] : ends[0][b + 1]].detach().cpu() != 0
             i, j, n = rows[b], keys[b], int(lengths_k[b])
-            want = whole[numbers[b], 3:5, i : i + got.shape[1], j : j + n]
+            want = whole[numbers[b], head0 : head0 + heads, i : i + got.shape[1], j : j + n]
             assert torch.equal(got[..., :n], want)
 
 
@@ -253,8 +252,7 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
     """Return a call for a shard of 5 sequences of 20 rows, and its mask of kept elements."""
     device, runs = device_of(backend), len(batch0)
     x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
-    first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0
-    offsets = norm_offsets(runs, row0=rows.start, row_stride=20, batch0=first, device=device)
+    offsets = torch.tensor([20 * sequence + rows.start for sequence in batch0], device=device)
     call = NormCall(
         x, None, None, None, NormOptions(1e-5, rms, DROPOUT_P, seed_on(device), offsets)
     )
@@ -326,57 +324,16 @@ def test_second_order():
         torch.testing.assert_close(got, want)
 
 
-# ---- errors -------------------------------------------------------------------------------------
-
-
 def test_origins():
     offsets = attention_offsets(
-        3, 2, row0=[1, 2, 3], key0=torch.tensor([8, 0, 16]), head0=4, num_heads_global=6, batch0=5,
-        device="cpu",
-    )  # fmt: skip
-    assert offsets.tolist() == [[1, 8, 34], [2, 0, 40], [3, 16, 46]] and offsets.is_contiguous()
-    whole = attention_offsets(2, 3, device="cpu")
-    assert whole.dtype == torch.int64 and whole.tolist() == [[0, 0, 0], [0, 0, 3]]
-    assert attention_offsets(0, 3, row0=[], device="cpu").shape == (0, 3)
-    assert norm_offsets(3, row0=4, row_stride=10, batch0=2, device="cpu").tolist() == [24, 34, 44]
-    given = norm_offsets(2, row0=[1, 2], row_stride=10, batch0=[7, 0], device="cpu")
-    assert given.tolist() == [71, 2]
+        3, row0=1, key0=8, head0=4, num_heads_global=6, batch0=5, device="cpu"
+    )
+    assert offsets.tolist() == [[1, 8, 34], [1, 8, 40], [1, 8, 46]]
+    assert offsets.dtype == torch.int64 and offsets.is_contiguous()
+    assert attention_offsets(0, head0=0, num_heads_global=3, device="cpu").shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"key0": 4}, ValueError, "key0 must be a multiple of 8, got 4"),
-        ({"key0": [8, 12]}, ValueError, "key0 must be a multiple of 8, got 12"),
-        ({"row0": -1}, ValueError, "row0 must be >= 0, got -1"),
-        ({"batch0": torch.tensor([0, -2])}, ValueError, "batch0 must be >= 0, got -2"),
-        ({"row0": [1, 2, 3]}, ValueError, r"row0 must be an int or have shape \(2,\), got \(3,\)"),
-        ({"row0": 1.5}, TypeError, "row0 must be int32 or int64, got torch.float32"),
-        ({"row0": True}, TypeError, "row0 must be int32 or int64, got torch.bool"),
-        ({"row0": 2**63}, ValueError, "row0 must be < 2"),
-        ({"head0": 0.0}, TypeError, "head0 must be an int, got float"),
-        ({"num_heads_global": 4.5}, TypeError, "num_heads_global must be an int, got float"),
-        ({"head0": -1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got -1"),
-        ({"head0": 1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got 1"),
-        (
-            {"head0": 5, "num_heads_global": 8}, ValueError,
-            r"head0 must be in \[0, 4\] for 4 of 8 heads, got 5",
-        ),
-        (
-            {"num_heads_global": 3}, ValueError,
-            r"num_heads_global must be at least num_heads \(4\), got 3",
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_origins_that_are_none(options, error, message):
-    with pytest.raises(error, match=message):
-        attention_offsets(2, 4, **options, device="cpu")
-    if options.keys() <= {"row0", "batch0"}:
-        with pytest.raises(error, match=message):
-            norm_offsets(2, row_stride=9, **options, device="cpu")
-    with pytest.raises(ValueError, match="row_stride must be >= 0, got -1"):
-        norm_offsets(2, row_stride=-1, device="cpu")
+# ---- errors -------------------------------------------------------------------------------------
 
 
 def test_calls_that_have_no_such_origin():

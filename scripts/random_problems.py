@@ -24,12 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import torch
-from helpers import BACKENDS, INTERPRETED, compare_with_eager, random_qkv, short
+from helpers import BACKENDS, INTERPRETED, compare_with_eager, random_qkv, short, use_isa
 from torch import Tensor
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import cpp
 from fused_attn.masks import Mask
 from fused_attn.tools.contract import Finding
 
@@ -199,7 +198,7 @@ def main() -> None:
     for number in range(args.first, args.first + args.problems):
         own = problem(number, dtype)
         for isa in args.isa:  # the first ISA computes the reference, which is then cached
-            with cpp.use_isa(isa) if isa else contextlib.nullcontext():
+            with use_isa(isa) if isa else contextlib.nullcontext():
                 finding = own.judge(args.backend)
             if not finding.ok:
                 outside[isa] += 1

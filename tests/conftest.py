@@ -18,9 +18,10 @@ from helpers import (
     runnable,
     takes,
     use_draw,
+    use_isa,
 )
 
-from fused_attn.backends import cpp, verdicts
+from fused_attn.backends import verdicts
 from fused_attn.base import small_calls
 
 if INTERPRETED:
@@ -62,7 +63,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """
     if not runnable(request.param):
         pytest.skip(f"reason: this CPU has no {request.param}")
-    with cpp.use_isa(request.param):
+    with use_isa(request.param):
         yield request.param
 
 

@@ -5,9 +5,7 @@ The backend passes each call to the module, with the additional fields of the pa
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +28,8 @@ from fused_attn.call.calls import (
     NormOutputs,
     WeightsBackward,
 )
-from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
-from fused_attn.masks.spec import NO_MASK, MaskSpec
+from fused_attn.masks.spec import NO_MASK
 
 try:
     from fused_attn import _cpu
@@ -208,35 +205,6 @@ def _run(function: Any, *args: Any) -> Any:
 def isa() -> str:
     """Return the name of the instruction set in use, as listed in csrc/cpu/isas.inc."""
     return _cpu.isa()
-
-
-@contextlib.contextmanager
-def use_isa(name: str) -> Iterator[None]:
-    """Use the kernels of a lower instruction set within the block, process-wide. For tests."""
-    _cpu.set_isa(name)
-    try:
-        yield
-    finally:
-        _cpu.set_isa("")
-
-
-def tile_kinds(
-    spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
-) -> tuple[Tensor, tuple[int, int]]:
-    """Classify the tiles of a mask as the kernels do. For tests and tools.
-
-    Returns:
-        The kinds and the tile size. The kinds are uint8 (batch, num_heads, query tiles, KV blocks):
-        0 for skipped, 1 for partial and 2 for full tiles. The tile size is (queries, keys).
-    """
-    query_tile, kv_block = _cpu.tile_size(DTYPES[dtype])
-    shape = (batch, num_heads, -(-seqlen_q // query_tile), -(-seqlen_k // kv_block))
-    kinds = torch.empty(shape, dtype=torch.uint8)
-    empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
-    keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
-    call = AttentionCall(empty, keys, keys, spec, AttentionOptions(1.0))
-    _cpu.tile_kinds(call, kinds=kinds, num_threads=num_threads())
-    return kinds, (query_tile, kv_block)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:

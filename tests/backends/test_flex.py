@@ -199,7 +199,7 @@ def test_compiled_forward(name, monkeypatch):
         query, key, value, mask, backend="eager", **options
     )
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
-    number = len(compiled.variants())
+    number = len(compiled._functions)
     lists = operands_file.block_lists
 
     def without_blocks(intervals, block_size):
@@ -214,7 +214,7 @@ def test_compiled_forward(name, monkeypatch):
         query, key, value, again, backend="flex", **options
     )
     assert not skipped.any()
-    assert len(compiled.variants()) == number
+    assert len(compiled._functions) == number
 
 
 def test_compilations_are_bounded(monkeypatch):
@@ -247,7 +247,7 @@ def test_compilations_are_bounded(monkeypatch):
                 variant = variant._replace(device_type="cuda")
                 assert not compiled.at_limit(variant)
                 compiled.run(variant, query, key, key, operands)
-    number = len(compiled.variants())
+    number = len(compiled._functions)
     assert number <= 2 * len(MASKS) <= compiled.MAX_VARIANTS
     assert len(count) <= 1.2 * number
 
@@ -311,7 +311,7 @@ def test_limit_of_compilations(monkeypatch):
         out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
     assert torch.equal(out, want)
-    assert not compiled.variants()
+    assert not compiled._functions
 
 
 def test_failed_compilations(monkeypatch):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from cpu_tiles import tile_kinds
 from helpers import BACKENDS
 from mask_cases import MASKS
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from helpers import device_of
 
 from fused_attn import masks
-from fused_attn.backends import cpp, get_backend
+from fused_attn.backends import get_backend
 from fused_attn.backends.triton import attention
 from fused_attn.backends.triton.launch import launch
 from fused_attn.backends.triton.masks import Sizes, sequence_bounds
@@ -63,7 +64,7 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 
 def check_kinds(mask):
     spec = normalize(mask, *SHAPE, torch.empty(0))
-    wanted, (block_m, block_n) = cpp.tile_kinds(spec, *SHAPE, torch.float32)
+    wanted, (block_m, block_n) = tile_kinds(spec, *SHAPE, torch.float32)
     # A last block that has fewer keys may be full for the CPU, which loads no others.
     ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)

@@ -11,6 +11,7 @@ from helpers import (
     drawn,
     random_qkv,
     short,
+    use_isa,
     use_threads,
 )
 from mask_cases import MASKS
@@ -114,7 +115,7 @@ def test_few_products_take_vectors():
 
     def run(isa, seqlen_q):
         tensors = [t.requires_grad_() for t in random_qkv(1, 2, 2, seqlen_q, 200, 32).values()]
-        with cpp.use_isa(isa):
+        with use_isa(isa):
             out = functional.scaled_dot_product_attention(*tensors)
             return out, *torch.autograd.grad(out.square().sum(), tensors)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_tiles import tile_kinds
 from mask_cases import MASKS, PAIRS
 
 from fused_attn import masks
-from fused_attn.backends import cpp
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
@@ -20,7 +20,7 @@ def classify(mask, dtype):
     """Return the kernels' tile kinds, and whether no or every position of each tile is visible."""
     like = torch.empty(0, dtype=dtype)
     spec = normalize(mask, *SHAPE, like)
-    kinds, (block_m, block_n) = cpp.tile_kinds(spec, *SHAPE, dtype)
+    kinds, (block_m, block_n) = tile_kinds(spec, *SHAPE, dtype)
     visible, bias = materialize(spec, *SHAPE, like.device, torch.float32)
     visible = torch.ones(SHAPE) if visible is None else visible.expand(SHAPE).float()
     plain = visible
@@ -72,7 +72,7 @@ def test_work_goes_down_with_the_mask():
 
     def share(mask):
         spec = normalize(mask, 1, 1, length, length, torch.empty(0))
-        kinds, (_, block) = cpp.tile_kinds(spec, 1, 1, length, length, torch.float32)
+        kinds, (_, block) = tile_kinds(spec, 1, 1, length, length, torch.float32)
         return (kinds > 0).float().mean().item(), block / length
 
     for mask, exact in (

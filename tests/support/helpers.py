@@ -389,10 +389,20 @@ def use_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Use the CPU kernels of a lower instruction set within the block; "" is the best."""
+    cpp._cpu.set_isa(name)
+    try:
+        yield
+    finally:
+        cpp._cpu.set_isa("")
+
+
 def runnable(isa: str) -> bool:
     """Return True if this machine can run the kernels of an instruction set."""
     try:
-        with cpp.use_isa(isa):
+        with use_isa(isa):
             return True
     except ValueError:
         return False

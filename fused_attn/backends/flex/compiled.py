@@ -31,11 +31,6 @@ _functions: dict[Variant, Any] = {}  # None for a variant that cannot be compile
 _verifying = False
 
 
-def variants() -> tuple[Variant, ...]:
-    """Return the variants that were compiled, oldest first."""
-    return tuple(_functions)
-
-
 def at_limit(variant: Variant) -> bool:
     """Return True if a variant is new, but the limit on compiled variants is reached."""
     return not _verifying and variant not in _functions and len(_functions) >= MAX_VARIANTS

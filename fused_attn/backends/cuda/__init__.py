@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
+from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-    AttentionGradients,
-    AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormGradients,
-    NormOutputs,
-)
+from fused_attn.call.calls import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
 
 __all__ = ["CudaBackend", "emulated", "use_module"]
@@ -35,7 +27,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-class CudaBackend(Backend):
+class CudaBackend(KernelBackend):
     """Backend of CUDA C++ kernels, which are compiled when the package is built."""
 
     name = "cuda"
@@ -54,45 +46,16 @@ class CudaBackend(Backend):
             reasons.append("does not support head_dim 0")  # kernels cannot address empty rows
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def opt_in_reasons(self, problem: Problem) -> list[str]:
-        return verdicts.reasons_against(self.name, problem)
+    def attention_host(self) -> Any:
+        return attention
 
-    def tile_summary(self, tensor: Tensor) -> Tensor:
-        return attention.tile_summary(tensor)
-
-    def attention_fwd(
-        self, call: AttentionCall, for_backward: bool, want_lse: bool
-    ) -> AttentionOutputs:
-        outputs = call.outputs(for_backward)
-        attention.attention_fwd(call, outputs)
-        return outputs
-
-    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
-        grads = work.call.gradients(work.needs_bias)
-        attention.attention_bwd(work, grads)
-        return grads
-
-    def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
-    ) -> Tensor:
-        weights = call.weights(average)
-        attention.attention_weights(call, lse, lse_residual, average, weights)
-        return weights
+    def norm_host(self) -> Any:
+        return norm
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
         return attention.attention_decode(call, update)
-
-    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        outputs = call.outputs()
-        norm.norm_fwd(call, outputs)
-        return outputs
-
-    def norm_bwd(self, work: NormBackward) -> NormGradients:
-        grads = work.call.gradients(work.needs_weight, work.needs_bias)
-        norm.norm_bwd(work, grads)
-        return grads
 
 
 def _kernel_files() -> Iterator[Path]:

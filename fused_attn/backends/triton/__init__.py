@@ -19,29 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend
+from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.problem import HAS_TRITON, Problem, kernel_limits, too_old
 from fused_attn.backends.triton.interpreter import interpreted
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-    AttentionGradients,
-    AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormGradients,
-    NormOutputs,
-)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 HIP_ARCHS = ("gfx942",)
 
 
-class TritonBackend(Backend):
+class TritonBackend(KernelBackend):
     """Backend of Triton kernels, which are compiled on the first call."""
 
     name = "triton"
@@ -62,40 +51,15 @@ class TritonBackend(Backend):
             reasons += _too_old(problem.device)
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def opt_in_reasons(self, problem: Problem) -> list[str]:
-        return verdicts.reasons_against(self.name, problem)
+    def attention_host(self) -> Any:
+        from fused_attn.backends.triton import attention
 
-    def tile_summary(self, tensor: Tensor) -> Tensor:
-        return _attention().tile_summary(tensor)
+        return attention
 
-    def attention_fwd(
-        self, call: AttentionCall, for_backward: bool, want_lse: bool
-    ) -> AttentionOutputs:
-        outputs = call.outputs(for_backward)
-        _attention().attention_fwd(call, outputs)
-        return outputs
+    def norm_host(self) -> Any:
+        from fused_attn.backends.triton import norm_host
 
-    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
-        grads = work.call.gradients(work.needs_bias)
-        _attention().attention_bwd(work, grads)
-        return grads
-
-    def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
-    ) -> Tensor:
-        weights = call.weights(average)
-        _attention().attention_weights(call, lse, lse_residual, average, weights)
-        return weights
-
-    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        outputs = call.outputs()
-        _norm().norm_fwd(call, outputs)
-        return outputs
-
-    def norm_bwd(self, work: NormBackward) -> NormGradients:
-        grads = work.call.gradients(work.needs_weight, work.needs_bias)
-        _norm().norm_bwd(work, grads)
-        return grads
+        return norm_host
 
 
 def _kernel_files() -> Iterator[Path]:
@@ -115,15 +79,3 @@ def _too_old(device: torch.device) -> list[str]:
 
 # torch.compile calls the function while tracing, and treats the result as a constant.
 _too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _attention() -> Any:
-    from fused_attn.backends.triton import attention
-
-    return attention
-
-
-def _norm() -> Any:
-    from fused_attn.backends.triton import norm_host
-
-    return norm_host

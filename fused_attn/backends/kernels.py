@@ -1,0 +1,71 @@
+"""Base class of backends with GPU kernels of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fused_attn.backends import verdicts
+from fused_attn.backends.base import Backend
+from fused_attn.backends.problem import Problem
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+    NormBackward,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
+
+
+class KernelBackend(Backend):
+    """Backend that allocates the results of a pass, which its host code has kernels write.
+
+    It is opt-in until `fused-attn verify` finds it correct and faster.
+    """
+
+    def attention_host(self) -> Any:
+        """Return the module that launches the attention kernels."""
+        raise NotImplementedError
+
+    def norm_host(self) -> Any:
+        """Return the module that launches the norm kernels."""
+        raise NotImplementedError
+
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        return verdicts.reasons_against(self.name, problem)
+
+    def tile_summary(self, tensor: Tensor) -> Tensor:
+        return self.attention_host().tile_summary(tensor)
+
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
+        outputs = call.outputs(for_backward)
+        self.attention_host().attention_fwd(call, outputs)
+        return outputs
+
+    def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
+        grads = work.call.gradients(work.needs_bias)
+        self.attention_host().attention_bwd(work, grads)
+        return grads
+
+    def attention_weights(
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
+    ) -> Tensor:
+        weights = call.weights(average)
+        self.attention_host().attention_weights(call, lse, lse_residual, average, weights)
+        return weights
+
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
+        outputs = call.outputs()
+        self.norm_host().norm_fwd(call, outputs)
+        return outputs
+
+    def norm_bwd(self, work: NormBackward) -> NormGradients:
+        grads = work.call.gradients(work.needs_weight, work.needs_bias)
+        self.norm_host().norm_bwd(work, grads)
+        return grads

@@ -186,18 +186,14 @@ def _convert_children(module: Module) -> None:
 
 def is_plain(module: Module) -> bool:
     """Return True if calling `module` only runs `forward` of its class, without hooks."""
-    return "forward" not in module.__dict__ and unhooked(module)
+    no_global_hooks = not torch.nn.modules.module._has_any_global_hook()
+    return no_global_hooks and "forward" not in module.__dict__ and unhooked(module)
 
 
 def unhooked(module: Module) -> bool:
-    """Return True if `module` has no forward or backward hooks and no global hooks are set."""
-    hooks = torch.nn.modules.module
+    """Return True if no hooks are registered on `module`; global hooks may be set."""
     return not (
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-        or module._forward_hooks
+        module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -21,7 +21,7 @@ from fused_attn.backends import default_backend
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
 from fused_attn.masks import Mask
-from fused_attn.nn._from_torch import patched
+from fused_attn.nn._from_torch import patched, unhooked
 from fused_attn.nn.norm import LayerNorm, RMSNorm
 
 # Minimum fraction of padding tokens; packing saves little time below it. Two layers with d_model
@@ -271,11 +271,5 @@ def is_unmodified(module: Module) -> bool:
 
     A norm must also normalize over a single dimension.
     """
-    return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
-        overrides_methods(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or patched(module)
-    )
+    one_dimension = len(getattr(module, "normalized_shape", (1,))) == 1
+    return one_dimension and unhooked(module) and not (overrides_methods(module) or patched(module))

@@ -26,8 +26,6 @@ from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch_arguments
 
 _aten = torch.ops.aten
-_EMPTY = torch.empty(0)  # placeholder for outputs that torch does not return
-_NO_LSE = (_EMPTY, _EMPTY, _EMPTY)
 
 # torch's implementation. `enable()` patches F.scaled_dot_product_attention and sets this variable.
 torch_sdpa = F.scaled_dot_product_attention
@@ -85,9 +83,9 @@ class SdpaBackend(Backend):
             if want_lse or call.options.softcap is not None:
                 return None
             out = _unchecked_attention(call)
-            return None if out is None else AttentionOutputs(out, *_NO_LSE)
+            return None if out is None else AttentionOutputs(out, None, None, None)
         out, lse = _out_and_lse(call, want_lse)
-        return AttentionOutputs(out, lse, _EMPTY, _EMPTY)
+        return AttentionOutputs(out, lse, None, None)
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
@@ -123,8 +121,7 @@ class SdpaBackend(Backend):
         if call.residual is not None:
             total = call.residual + total
         out = reference.norm_of(total, call)
-        total = total.contiguous() if call.has_total else out.new_empty(0)
-        return NormOutputs(out, total, _EMPTY, _EMPTY)
+        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
 
 
 def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
@@ -164,11 +161,11 @@ def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
         out = torch.rms_norm(input, shape, call.weight, eps)
     else:
         out = torch.layer_norm(input, shape, call.weight, call.bias, eps)
-    return NormOutputs(out, input, _EMPTY, _EMPTY)
+    return NormOutputs(out, input, None, None)
 
 
-def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return out and lse. lse may be empty unless with_lse."""
+def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse. lse may be None unless with_lse."""
     if call.mask.cu_seqlens_q is not None:
         return packed.over_padded(call, lambda padded: _out_and_lse(padded, with_lse))
     query, key, value = call.query, call.key, call.value
@@ -182,7 +179,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
     out = _attention(
         query, key, value, arguments, call.options.dropout_p, call.options.scale, grouped
     )
-    return out, _EMPTY
+    return out, None
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:

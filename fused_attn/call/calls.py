@@ -41,7 +41,8 @@ class Empty(Protocol):
 class AttentionOutputs(NamedTuple):
     """Results of an attention forward.
 
-    A missing result is None. Ops of torch.library must return tensors, so they return an empty one.
+    A missing result is None, or an empty tensor where all results must be tensors: in the ops of
+    torch.library, and where kernels write to the results of `AttentionCall.outputs`.
 
     Attributes:
         out: (batch, num_heads, seqlen_q, head_dim_v), in query's layout (see `laid_out_like`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def with_lengths(
 
 
 def over_padded(
-    call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+    call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Any]]
+) -> tuple[Tensor, Any]:
     """Run a packed call as a padded batch, and return its out and lse in packed form.
 
     Args:
@@ -85,8 +85,7 @@ def over_padded(
         run: computes out and lse of a padded call.
 
     Returns:
-        out, (1, num_heads, total_q, head_dim_v), and lse, (1, num_heads, total_q). An empty 1-D lse
-        is returned unchanged.
+        out, (1, num_heads, total_q, head_dim_v), and lse, (1, num_heads, total_q) or None.
     """
     spec = call.mask
     assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
@@ -100,7 +99,7 @@ def over_padded(
     total_q = call.query.shape[2]
     out, lse = run(padded)
     out = unpad(out, spec.cu_seqlens_q, total_q)
-    return out, unpad(lse, spec.cu_seqlens_q, total_q) if lse.dim() > 1 else lse
+    return out, None if lse is None else unpad(lse, spec.cu_seqlens_q, total_q)
 
 
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

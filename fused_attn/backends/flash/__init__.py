@@ -67,20 +67,16 @@ class FlashBackend(EngineBackend):
     ) -> AttentionOutputs:
         problem = problem_of(call, "lse" if want_lse else "out")
         assert isinstance(problem, AttentionProblem)
-        query = call.query
-        nothing = query.new_empty(0)
-        sizes = query.shape, call.key.shape, call.value.shape
+        sizes = call.query.shape, call.key.shape, call.value.shape
         if any(0 in shape for shape in sizes):
-            return AttentionOutputs(*reference.attention(call), nothing, nothing)
+            return AttentionOutputs(*reference.attention(call), None, None)
         choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
         chosen = choose(problem, is_intercepted())
         assert chosen is not None  # see unsupported()
         engine, plan = chosen
         if plan.empty:
-            out, lse = reference.attention(call)
-        else:
-            out, lse = _run(engine, plan, call, want_lse)
-        return AttentionOutputs(out, lse, nothing, nothing)
+            return AttentionOutputs(*reference.attention(call), None, None)
+        return AttentionOutputs(*_run(engine, plan, call, want_lse), None, None)
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
@@ -137,8 +133,10 @@ def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | No
 # ---- the pass -----------------------------------------------------------------------------------
 
 
-def _run(engine: Engine, plan: Plan, call: AttentionCall, want_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call; lse is empty unless want_lse."""
+def _run(
+    engine: Engine, plan: Plan, call: AttentionCall, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse of a call; lse is None unless want_lse."""
     query, key, value = call.query, call.key, call.value
     if needs_grad(query, key, value) and not is_intercepted():
         query, key, value = _FirstOrder.apply(query, key, value)
@@ -178,7 +176,7 @@ def _run(engine: Engine, plan: Plan, call: AttentionCall, want_lse: bool) -> tup
         batch = call.query.shape[0]
         out = out.unflatten(0, (batch, -1))
         lse = lse if lse is None else lse.unflatten(1, (batch, -1)).transpose(0, 1)
-    return out.transpose(1, 2), call.query.new_empty(0) if lse is None else lse
+    return out.transpose(1, 2), lse
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.calls import AttentionOutputs
 
 _INF = float("inf")
 _MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)
@@ -25,32 +25,16 @@ class MergedOutputs:
         dtype: dtype of partial results, which is that of the statistics.
 
     Args:
-        shape: (batch, num_heads, seqlen_q, head_dim_v) of out.
-        dtype: see above.
+        query, value: those of a call whose out has the shape of the sum.
     """
 
-    @staticmethod
-    def of(call: AttentionCall) -> MergedOutputs:
-        """Return an empty sum for partial results of a call."""
-        query = call.query
-        shape = (query.shape[0], query.shape[1], query.shape[2], call.value.shape[3])
-        return MergedOutputs(shape, statistics_dtype(query.dtype), query.device)
-
-    def __init__(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, query: Tensor, value: Tensor) -> None:
         # out and total are sums of terms with the factor exp(-maximum). lse of each part has twice
         # the precision of float32 (lse + lse_residual), so it is processed in float64.
-        self.dtype = dtype
-        self._out = torch.zeros(shape, dtype=dtype, device=device)
-        self._total = torch.zeros(shape[:3], dtype=torch.float64, device=device)
+        self.dtype, rows = statistics_dtype(query.dtype), query.shape[:3]
+        self._out = query.new_zeros(*rows, value.shape[3], dtype=self.dtype)
+        self._total = query.new_zeros(rows, dtype=torch.float64)
         self._maximum = torch.full_like(self._total, -_INF)
-
-    def empty(self) -> MergedOutputs:
-        """Return an empty sum of the same shape."""
-        batch, num_heads, seqlen_q, head_dim_v = self._out.shape
-        shape = batch, num_heads, seqlen_q, head_dim_v
-        return MergedOutputs(shape, self.dtype, self._out.device)
 
     def add(self, part: AttentionOutputs, rows: slice) -> None:
         """Add the partial result of some query rows. lse_residual may be missing."""

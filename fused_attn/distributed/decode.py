@@ -125,9 +125,8 @@ def decode_attention(
             _append(cache, new, lengths, sharding, ranks.rank)
     call = AttentionCall(query, key_cache, value_cache, spec, options)
     runs = sharding.runs[ranks.rank]
-    merged = _merged(
-        ranks, _own_part(call, runs, prefix=bool(mask.prefixes or mask.mask_mods)), query.dtype
-    )
+    own = _own_part(call, runs, prefix=bool(mask.prefixes or mask.mask_mods))
+    merged = _merged(ranks, own, call)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 
@@ -185,7 +184,7 @@ def _own_part(call: AttentionCall, runs: Sequence[range], prefix: bool) -> Merge
         prefix: True if the mask has prefixes.
     """
     queries, first = range(call.query.shape[2]), 0
-    merged = MergedOutputs.of(call)
+    merged = MergedOutputs(call.query, call.value)
     for run in runs:
         rows = slice(first, first + len(run))
         parts = split_at_overlap(queries, run) if prefix else [(queries, run)]
@@ -214,14 +213,14 @@ def _partial(call: AttentionCall, queries: slice, rows: slice, mask: MaskSpec) -
     return outputs
 
 
-def _merged(ranks: Ranks, own: MergedOutputs, dtype: torch.dtype) -> AttentionOutputs:
+def _merged(ranks: Ranks, own: MergedOutputs, call: AttentionCall) -> AttentionOutputs:
     """Merge the results of all ranks in rank order, so that all ranks get equal bits."""
     wide = own.finish(own.dtype)
     message = torch.cat([wide.out, wide.lse[..., None], wide.lse_residual[..., None]], -1)
     received = [torch.empty_like(message) for _ in range(ranks.size)]
     dist.all_gather(received, message, group=ranks.group)
-    merged = own.empty()
+    merged = MergedOutputs(call.query, call.value)
     for part in received:
         out, lse, residual = part[..., :-2], part[..., -2], part[..., -1]
         merged.add(AttentionOutputs(out, lse, residual, None), slice(None))
-    return merged.finish(dtype)
+    return merged.finish(call.query.dtype)

@@ -83,8 +83,7 @@ class _Ring(Function):
         *mask_tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         spec = mask.with_tensors(mask_tensors)
-        shape = (*query.shape[:3], value.shape[3])
-        merged = MergedOutputs(shape, statistics_dtype(query.dtype), query.device)
+        merged = MergedOutputs(query, value)
         for _, step, (k, v) in _received(setting, key, value):
             for block in step.blocks:
                 part = _Block(query, k, v, spec, setting, block)

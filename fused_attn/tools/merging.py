@@ -39,7 +39,7 @@ class _Merged(Function):
     def forward(ctx: Any, call: AttentionCall, backend: Backend, *qkv: Tensor) -> Tensor:
         parts = _parts(call)
         for_backward = any(t.requires_grad for t in qkv)
-        sums = MergedOutputs.of(call)
+        sums = MergedOutputs(call.query, call.value)
         for part in parts:
             own = backend.attention_fwd(part, for_backward, True)
             assert own is not None  # validated calls are not refused

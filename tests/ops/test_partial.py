@@ -156,7 +156,7 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     call, grad_out = problem(backend, dtype, SHAPES["training"])
     bias = torch.randn(1, 4, *sizes, generator=drawn(4)).to(call.query.device)
     call = replace(call, mask=MaskSpec(bias=bias))
-    merged = MergedOutputs.of(call)
+    merged = MergedOutputs(call.query, call.value)
     parts = []
     for keys in (slice(0, 40), slice(40, 93)):
         own = bias if sizes[1] == 1 else bias[..., keys].contiguous()

@@ -62,8 +62,8 @@ def attention_keep(
     Args:
         seed: int64 scalar tensor.
         heads: selects the heads of the result.
-        offsets: int64 (batch, 3), row0, key0 and head0 of each sequence (see call/shards.py), or
-            None.
+        offsets: int64 (batch, 3), row0, key0 and head0 of each sequence (see
+            distributed/shards.py), or None.
 
     Returns:
         bool (batch, number of selected heads, seqlen_q, seqlen_k), True = kept.
@@ -89,8 +89,8 @@ def norm_keep(
     """Return the dropout mask of a norm's input: bool (rows, columns), True = kept.
 
     The counter is (column / 8, row, 0, 1), and column % 8 selects one of its eight values. With
-    offsets (see call/shards.py), runs of n = rows / len(offsets) rows are numbered separately, and
-    row r of the call becomes offsets[r // n] + r % n in the counter.
+    offsets (see distributed/dtensors.py), runs of n = rows / len(offsets) rows are numbered
+    separately, and row r of the call becomes offsets[r // n] + r % n in the counter.
     """
     row = torch.arange(rows, device=seed.device)[:, None]
     if offsets is not None:

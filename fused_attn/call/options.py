@@ -46,7 +46,7 @@ class AttentionOptions(Flat):
         dropout_p: probability of dropping an attention weight.
         seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
-            call/shards.py). None if the call is not a shard of a global call.
+            distributed/shards.py). None if the call is not a shard of a global call.
         partial: True for a partial result, over some of the keys, which the caller merges with
             others. out and all gradients then have the statistics dtype (float32 for 16-bit
             tensors), and the backward receives the merged out and lse.
@@ -127,8 +127,8 @@ class NormOptions(Flat):
         dropout_p: probability of dropping an element of input.
         seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
         dropout_offsets: int64 (runs,), global index of the first row of each run (see
-            call/shards.py). A run has rows / runs rows. None if the call is not a shard of a global
-            call.
+            distributed/dtensors.py). A run has rows / runs rows. None if the call is not a shard of
+            a global call.
     """
 
     eps: float

@@ -2,8 +2,8 @@
 
 `HeadwiseParallel` splits the heads of an attention module over the ranks of a DeviceMesh. Its
 parameters become DTensors, so state dicts, optimizers and FSDP2 handle them like those of torch's
-styles. Attention runs on DTensors that are sharded on heads (see ops/dtensors.py): each rank
-computes its heads, with their part of the mask, and drops the same weights as a single process.
+styles. Attention runs on DTensors that are sharded on heads (see distributed/dtensors.py): each
+rank computes its heads, with their part of the mask, and drops the same weights as one process.
 """
 
 from __future__ import annotations

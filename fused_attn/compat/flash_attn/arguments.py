@@ -13,7 +13,7 @@ from fused_attn.masks import Mask
 
 Window = tuple[int | None, int | None]
 
-# Keywords of flash-attn 3 and 4 that affect speed but not results, and their defaults.
+# Keywords of flash-attn 3 and 4 that affect speed but not results.
 _HINTS = frozenset({"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"})
 # Keywords that change results, which this package does not support. None, 0 and False mean unused.
 _UNSUPPORTED = frozenset(

@@ -11,6 +11,7 @@
     encoders.py      BERT-like encoders that remove padding
     by_code.py       modules that `swap_modules` recognizes by their bytecode
     norms.py         replacements for RMS norms
+    rotary.py        fused rotary embeddings in attention modules
     blocks.py        replacements for the feed-forward and residual blocks of BERT layers
 
 Example:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from fused_attn.call.calls import AttentionCall
 
 
+def cumulative(lengths: Tensor) -> Tensor:
+    """Return the cu_seqlens of sequences: their cumulative lengths from 0, int32 (batch + 1,)."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
     """Raise ValueError unless cu_seqlens divides rows [0, total) into sequences of valid length.
 
@@ -34,11 +39,11 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     if not host_readable(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    cumulative = "; pass cumulative lengths: (0, n0, n0 + n1, ...)"
+    hint = "; pass cumulative lengths: (0, n0, n0 + n1, ...)"
     if (first, last) != (0, total):
         raise ValueError(
             f"{name} must begin with 0 and end with the number of rows, {total}, got {first} and "
-            f"{last}{cumulative}"
+            f"{last}{hint}"
         )
     lengths = cu_seqlens.diff()
     if lengths.numel() == 0:
@@ -47,7 +52,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     if shortest < 0 or longest > max_seqlen:
         raise ValueError(
             f"{name} must have differences (lengths) in [0, {max_seqlen}], "
-            f"got [{shortest}, {longest}]{cumulative}"
+            f"got [{shortest}, {longest}]{hint}"
         )
 
 

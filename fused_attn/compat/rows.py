@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def cumulative(lengths: Tensor) -> Tensor:
-    """Return the cumulative lengths, from 0."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
 def used_rows(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the first rows of each sequence: starts[b] to starts[b] + lengths[b] - 1."""
     lengths = lengths.long()

@@ -20,6 +20,7 @@ from fused_attn import masks
 from fused_attn.backends import default_backend
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
+from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched, unhooked
 from fused_attn.nn.norm import LayerNorm, RMSNorm
@@ -126,10 +127,9 @@ def packing_of(
         within = mask if isinstance(mask, Mask) else _as_mask(mask, max_seqlen)
     if is_causal:
         within = within & masks.causal()
-    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     if not batch_first:
         index = index % seqlen * batch + index // seqlen
-    return Packing(index, cu_seqlens, max_seqlen, within)
+    return Packing(index, cumulative(lengths), max_seqlen, within)
 
 
 def can_pack(

@@ -21,6 +21,7 @@ from torch import Tensor
 from fused_attn import functional, masks
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
 from fused_attn.tools import ceilings, contract, timing
@@ -266,7 +267,7 @@ class _Packed(_Padded):
         for name, seqlen in (("query", shape.seqlen_q), ("key", shape.seqlen_k)):
             lengths = sequence_lengths(shape.batch, seqlen).to(device)
             self.real[name] = torch.arange(seqlen, device=device) < lengths[:, None]
-            cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+            cu_seqlens = cumulative(lengths)
             for starts in (cu_seqlens, cu_seqlens[: sample.batch + 1]):
                 self.starts[int(starts[-1])] = starts  # the same tensor in every call
 

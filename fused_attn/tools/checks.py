@@ -26,6 +26,7 @@ from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
+from fused_attn.call.packed import cumulative
 from fused_attn.decode import decode_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
@@ -415,11 +416,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Return cu_seqlens and maximum lengths of queries and keys, to match `_rows`."""
-    ends = [
-        torch.nn.functional.pad(sequence_lengths(shape.batch, length).cumsum(0), (1, 0)).to(device)
-        for length in (shape.seqlen_q, shape.seqlen_k)
-    ]
-    return ends[0], ends[1], shape.seqlen_q, shape.seqlen_k
+    lengths = shape.seqlen_q, shape.seqlen_k
+    ends = [cumulative(sequence_lengths(shape.batch, length)).to(device) for length in lengths]
+    return ends[0], ends[1], *lengths
 
 
 @contextlib.contextmanager

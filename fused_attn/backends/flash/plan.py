@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_attn.call.packed import cumulative
 from fused_attn.masks.band import Band
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.memo import recall, recall_on_tensor
@@ -190,9 +191,8 @@ def _apart(queries: Tensor, keys: Tensor) -> list[Pair]:
 
 def _sequences(pairs: list[Pair]) -> Sequences:
     """Return the cumulative lengths of consecutive sequences, the same for each of the batch."""
-    cumulative = []
-    for side in range(2):
-        lengths = torch.stack([pair[side] for pair in pairs], dim=1).flatten()
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        cumulative.append(starts.to(torch.int32))
-    return Sequences(cumulative[0], cumulative[1], len(pairs))
+    queries, keys = (
+        cumulative(torch.stack([pair[side] for pair in pairs], dim=1).flatten())
+        for side in range(2)
+    )
+    return Sequences(queries, keys, len(pairs))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_attn.call.packed import cumulative
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Return the given rows of a tensor, differentiably."""
@@ -29,9 +31,8 @@ def unpad_input(
     kept = used if unused_mask is None else used | unused_mask.bool()
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows = hidden_states.flatten(0, 1)[indices]
-    return rows, indices, cu_seqlens, int(lengths.max()), used.sum(-1, dtype=torch.int32)
+    return rows, indices, cumulative(lengths), int(lengths.max()), used.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

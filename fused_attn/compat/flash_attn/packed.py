@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_attn.call.packed import cumulative
 from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
 from fused_attn.compat.flash_attn.dense import Results
-from fused_attn.compat.rows import cumulative, rows_of_pages, used_rows
+from fused_attn.compat.rows import rows_of_pages, used_rows
 from fused_attn.varlen import varlen_attention
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.compat.rows import cumulative, rows_of_pages, used_rows
+from fused_attn.call.packed import cumulative
+from fused_attn.compat.rows import rows_of_pages, used_rows
 from fused_attn.compat.xformers.ops.fmha.seqlens import Device, SeqLenInfo
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall_on_tensor

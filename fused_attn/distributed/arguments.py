@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -24,10 +24,10 @@ from fused_attn.varlen import packed_spec
 
 Positions = Tensor | Sharding | None
 Method = Literal["auto", "ring", "all_to_all"]
+METHODS: tuple[Method, ...] = get_args(Method)
 Starts = tuple[list[int], list[int]]
 
 _KINDS = (type(None), Tensor, Sharding)  # of positions; in messages: the index
-_METHODS = ("auto", "ring", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,6 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     check_qkv(query, key, value)
     inputs = canonical(query, key, value, None, call.enable_gqa or call.packed)
     q, k = inputs[:2]
-    if call.method not in _METHODS:
-        raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {call.method!r}")
     mask = as_mask(call.attn_mask, call.is_causal and not call.packed)
     given = call.positions
     if isinstance(given, tuple) and len(given) != 2:
@@ -224,7 +222,7 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
         "dtype": DTYPES.index(query.dtype),
         "scale, softcap and dropout_p": hash((options.scale, options.softcap, options.dropout_p)),
         "seed": (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
-        "method": _METHODS.index(call.method),
+        "method": METHODS.index(call.method),
         "heads of the global call": hash(call.heads or (0, 0)),
         "requires_grad of query, key and value": learned(query, key, value),
         "attn_mask": checksum(local.mask, call.cu_seqlens),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -169,7 +169,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
     own = prepared(call, groups)
     query, key, value, _, leading = own.inputs
     first, total = own.heads
-    options = _seeded(own.options, groups, query.device)
+    options = with_seed(own.options, groups, query.device)
     ring_ranks, head_ranks = _roles(groups, call.method, own)
     exchange, spec, shards = None, own.spec, own.shards
     if head_ranks is not None:
@@ -220,10 +220,10 @@ def _mean_visible(own: Prepared) -> float:
     )
 
 
-def _seeded(
-    options: AttentionOptions, groups: list[Ranks], device: torch.device
+def with_seed(
+    options: AttentionOptions, groups: Sequence[Ranks], device: torch.device
 ) -> AttentionOptions:
-    """Return the options with the seed of the first rank, if there is dropout.
+    """Return the options with the seed of the first rank of all groups, if there is dropout.
 
     A seed that is a tensor is not compared, because reading it would wait for a GPU.
     """

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
 from fused_attn.call import handlers
-from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.distributed.arguments import Arguments, Method
-from fused_attn.distributed.attention import attend
+from fused_attn.distributed.arguments import METHODS, Arguments, Method
+from fused_attn.distributed.attention import attend, with_seed
 from fused_attn.distributed.balance import balanced
 from fused_attn.distributed.dtensors import head_sharding
 from fused_attn.distributed.ranks import Mesh, Ranks, gather_on_mesh, index_of, ranks_of, size_of
@@ -28,7 +25,6 @@ from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.materialize import sizes_of
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.ops.seeds import new_seed
 
 Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
 LoadBalancer = Makers | Literal["balanced"]
@@ -254,7 +250,7 @@ class Calls:
         mask: Tensor | Mask | None,
         method: Method,
     ) -> None:
-        if method not in ("auto", "ring", "all_to_all"):
+        if method not in METHODS:
             raise ValueError(f'method must be "auto", "ring" or "all_to_all", got {method!r}')
         self.count = 0
         self._groups, self._sharding, self._method = groups, sharding, method
@@ -296,7 +292,9 @@ class Calls:
         if by_heads is not None:
             heads = by_heads.part(1).start, call.query.shape[1]
             tensors = tuple(map(by_heads.to_local, tensors))
-            options = self._seeded(options, by_heads.mesh, tensors[0].device)
+            if options.seed is None:  # equal on all ranks of both meshes
+                ranks = *self._groups, *ranks_of(by_heads.mesh)
+                options = with_seed(options, ranks, tensors[0].device)
         mask = self._with_causal if call.is_causal else self._mask
         local = Arguments(
             *tensors, mask, False, call.enable_gqa, self._sharding, options, method=self._method,
@@ -313,17 +311,6 @@ class Calls:
     ) -> tuple[Tensor, Tensor]:
         """Raise NotImplementedError."""
         raise NotImplementedError("attention weights are not available under context_parallel")
-
-    def _seeded(
-        self, options: AttentionOptions, mesh: DeviceMesh, device: torch.device
-    ) -> AttentionOptions:
-        """Return the options with a seed that is equal on all ranks of both meshes."""
-        if options.dropout_p == 0.0 or options.seed is not None:
-            return options
-        seed = new_seed(device)
-        for ranks in (*self._groups, *ranks_of(mesh)):
-            seed = ranks.broadcast(seed)
-        return replace(options, seed=seed)
 
 
 def _attention_of_torch(

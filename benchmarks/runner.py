@@ -285,7 +285,9 @@ def checked(
     """
     named = {str(i): tensor for i, tensor in enumerate(operands)}
     verdict = contract.check(own, eager, named, *args)
-    verdict.require(name)
+    for finding in verdict.findings:
+        if not finding.ok:
+            raise AssertionError(f"{name} is wrong: {finding}")
     return verdict.agrees
 
 

@@ -201,12 +201,6 @@ class Verdict:
     def worst(self) -> Finding:
         return worst(self.findings)
 
-    def require(self, what: str) -> None:
-        """Raise AssertionError if a result violates the contract; the message names `what`."""
-        for finding in self.findings:
-            if not finding.ok:
-                raise AssertionError(f"{what} is wrong: {finding}")
-
 
 def worst(findings: Iterable[Finding]) -> Finding:
     """Return the finding that is closest to its limit, or exceeds it most."""

@@ -174,7 +174,6 @@ def swap_modules(
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
-    if attention:
         report.unfused += _unfused(model, report)
     _configure_padding(model, remove_padding, report)
     if report.swapped:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_attn.base.torch_state import transformed
+from fused_attn.base.torch_state import needs_grad, transformed
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.band import Band, band_of
 
@@ -123,9 +123,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
     Args:
         result: see AttentionProblem.
     """
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in call.tensors()
-    )
+    trains = needs_grad(*call.tensors())
     if isinstance(call, NormCall):
         input = call.input
         return NormProblem(
@@ -137,7 +135,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
             dropout=call.options.dropout_p > 0.0,
             seeded=call.options.seed is not None,
             sharded=_sharded(call),
-            needs_grad=needs_grad,
+            needs_grad=trains,
             transformed=transformed(),
         )
     query, mask = call.query, call.mask
@@ -162,8 +160,8 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         sharded=_sharded(call),
         partial=call.options.partial,
         result=result,
-        learned_bias=needs_grad and mask.bias is not None and mask.bias.requires_grad,
-        needs_grad=needs_grad,
+        learned_bias=trains and mask.bias is not None and mask.bias.requires_grad,
+        needs_grad=trains,
         transformed=transformed(),
         large_scores=large_scores,
         band=band_of(mask) if kind == "structured" else None,

@@ -79,7 +79,11 @@ def in_transform() -> bool:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Return True if grad mode is enabled and any of the tensors requires grad."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a generator takes 0.6 us longer
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def host_readable(tensor: Tensor) -> bool:

@@ -172,8 +172,8 @@ def attention_with_weights(
 
 
 def sinks_like(lse: Any, sinks: Any) -> Any:
-    """Return plain sinks as a replicated DTensor if lse is a DTensor, else unchanged."""
-    if not is_dtensor(lse) or not isinstance(sinks, Tensor) or is_dtensor(sinks):
+    """Return plain sinks as a replicated DTensor on the mesh of lse, which is a DTensor."""
+    if not isinstance(sinks, Tensor) or is_dtensor(sinks):
         return sinks
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -23,7 +23,7 @@ import torch
 from fused_attn.backends import verdicts
 from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.problem import HAS_TRITON, Problem, kernel_limits, too_old
-from fused_attn.backends.triton.interpreter import interpreted
+from fused_attn.backends.triton.launch import interpreted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256

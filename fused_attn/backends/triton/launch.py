@@ -1,14 +1,18 @@
-"""Kernel launches, and the GPU properties that they depend on."""
+"""Kernel launches, and the GPU properties that they depend on. Importing it loads no Triton."""
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fused_attn.backends.triton.interpreter import interpreted
+
+def interpreted() -> bool:
+    """Return True if Triton's interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(frozen=True)

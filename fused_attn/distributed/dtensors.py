@@ -44,7 +44,7 @@ _BATCH, _HEAD = 0, 1
 
 
 @dataclass(frozen=True)
-class Sharding:
+class TensorSharding:
     """Placements of the results of a call.
 
     Attributes:
@@ -183,7 +183,7 @@ def sinks_like(lse: Any, sinks: Any) -> Any:
 
 def _local_attention(
     call: UncheckedAttention,
-) -> tuple[AttentionCall, tuple[int, ...] | None, Sharding]:
+) -> tuple[AttentionCall, tuple[int, ...] | None, TensorSharding]:
     """Validate a call, and return that of this rank's shards.
 
     Returns:
@@ -214,7 +214,7 @@ def _local_attention(
     return local, leading, sharding
 
 
-def head_sharding(query: Any, key: Any) -> Sharding:
+def head_sharding(query: Any, key: Any) -> TensorSharding:
     """Return the sharding of a call with DTensors that are sharded on heads only.
 
     Raises:
@@ -229,11 +229,11 @@ def head_sharding(query: Any, key: Any) -> Sharding:
     return sharding
 
 
-def _attention_sharding(query: Any, key: Any) -> Sharding:
+def _attention_sharding(query: Any, key: Any) -> TensorSharding:
     from torch.distributed.tensor import Replicate
 
     mesh, placements = query.device_mesh, _kept(query, (_BATCH, _HEAD))
-    sharding = Sharding(mesh, placements, tuple(query.shape))
+    sharding = TensorSharding(mesh, placements, tuple(query.shape))
     parts = sharding.shards(_HEAD)
     if query.shape[1] % parts or key.shape[1] % parts:
         placements = tuple([Replicate() if p.is_shard(_HEAD) else p for p in placements])
@@ -241,7 +241,7 @@ def _attention_sharding(query: Any, key: Any) -> Sharding:
     return sharding
 
 
-def _mask_of_part(call: AttentionCall, sharding: Sharding, mask: Mask | None) -> MaskSpec:
+def _mask_of_part(call: AttentionCall, sharding: TensorSharding, mask: Mask | None) -> MaskSpec:
     """Return the mask of this rank's sequences and heads; see `_local_attention`."""
     batch, heads = sharding.part(_BATCH), sharding.part(_HEAD)
 
@@ -262,7 +262,7 @@ def _mask_of_part(call: AttentionCall, sharding: Sharding, mask: Mask | None) ->
     return recall(mask.memo, ("shard", *sizes, heads.stop, device), mask.tensors(), device, cut)
 
 
-def _of_all_heads(weights: Tensor, sharding: Sharding, average: bool) -> Any:
+def _of_all_heads(weights: Tensor, sharding: TensorSharding, average: bool) -> Any:
     """Return the attention weights of all heads as a DTensor.
 
     Args:
@@ -289,7 +289,7 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
     return dispatch.norm_in_shape(sharding.from_local(out), sharding.from_local(total), shape)
 
 
-def _local_norm(call: UncheckedNorm) -> tuple[NormCall, Sharding]:
+def _local_norm(call: UncheckedNorm) -> tuple[NormCall, TensorSharding]:
     """Validate a norm call, and return that of this rank's shards and the results' sharding."""
     call.weight, call.bias = replicated(call.weight), replicated(call.bias)
     checked = checked_norm(call)
@@ -297,7 +297,7 @@ def _local_norm(call: UncheckedNorm) -> tuple[NormCall, Sharding]:
     options = checked.options
     _check_dtensors("input", input, residual=checked.residual)
     placements = _kept(input, range(input.dim() - 1))
-    sharding = Sharding(input.device_mesh, placements, tuple(input.shape))
+    sharding = TensorSharding(input.device_mesh, placements, tuple(input.shape))
     local = NormCall(
         sharding.to_local(input),
         sharding.to_local(checked.residual),
@@ -312,7 +312,7 @@ def _local_norm(call: UncheckedNorm) -> tuple[NormCall, Sharding]:
     return local, sharding
 
 
-def _norm_offsets(sharding: Sharding, device: torch.device) -> Tensor | None:
+def _norm_offsets(sharding: TensorSharding, device: torch.device) -> Tensor | None:
     """Return the global index of the first row of each run of consecutive rows of the shard.
 
     The result, int64 (runs,), is None if the call is not sharded.

@@ -25,8 +25,8 @@ from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flash.decode import decode
-from fused_attn.backends.flash.engines import ENGINES, Arguments, Engine, FlashAttention2, Results
-from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
+from fused_attn.backends.flash.engines import ENGINES, Engine, EngineCall, FlashAttention2, Results
+from fused_attn.backends.flash.plan import Layout, MaskPlan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
@@ -56,7 +56,7 @@ class FlashBackend(EngineBackend):
             return reasons
         reasons = _common_refusals(problem)
         plan = _plan(problem)
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, MaskPlan):
             reasons.append(plan)
         elif not reasons and not any(not e.refusals(problem, plan) for e in ENGINES):
             reasons = [engine.refusals(problem, plan)[0] for engine in ENGINES]
@@ -85,7 +85,7 @@ class FlashBackend(EngineBackend):
         assert isinstance(problem, AttentionProblem)
         plan = _plan(problem)
         for engine in ENGINES:
-            if isinstance(engine, FlashAttention2) and isinstance(plan, Plan):
+            if isinstance(engine, FlashAttention2) and isinstance(plan, MaskPlan):
                 return None if engine.refusals(problem, plan) else decode(engine, call, update)
         return None
 
@@ -104,7 +104,7 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def _plan(problem: AttentionProblem) -> Plan | str:
+def _plan(problem: AttentionProblem) -> MaskPlan | str:
     """Return the plan for the mask of a problem, or the reason why there is none."""
     if problem.mask in ("dense", "bias"):
         return f"does not support a {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
@@ -115,14 +115,14 @@ def _plan(problem: AttentionProblem) -> Plan | str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | None:
+def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, MaskPlan] | None:
     """Return the first engine that supports a problem, and the plan; None if there is none.
 
     Args:
         traced: `is_intercepted()`, on which the refusals depend; part of the cache key.
     """
     plan = _plan(problem)
-    if not isinstance(plan, Plan) or _common_refusals(problem):
+    if not isinstance(plan, MaskPlan) or _common_refusals(problem):
         return None
     for engine in ENGINES:
         if not engine.refusals(problem, plan):
@@ -134,7 +134,7 @@ def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | No
 
 
 def _run(
-    engine: Engine, plan: Plan, call: AttentionCall, want_lse: bool
+    engine: Engine, plan: MaskPlan, call: AttentionCall, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and lse of a call; lse is None unless want_lse."""
     query, key, value = call.query, call.key, call.value
@@ -156,7 +156,7 @@ def _run(
         max_seqlen_q = max(max_seqlen_q, 2)
     results: list[Results] = []
     for sequences in (None,) if layout is None else layout.calls:
-        arguments = Arguments(
+        arguments = EngineCall(
             query,
             key,
             value,

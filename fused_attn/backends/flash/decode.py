@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends.flash.engines import FlashAttention2, masked_lse
-from fused_attn.backends.flash.plan import Plan, plan_of
+from fused_attn.backends.flash.plan import MaskPlan, plan_of
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks.band import band_of
@@ -34,7 +34,7 @@ def decode(
     if query.shape[3] % 8 or (table is not None and key.shape[2] % PAGE_MULTIPLE):
         return None
     plan = plan_of(band, False, query.shape[2], update.capacity)
-    if not isinstance(plan, Plan) or plan.square:
+    if not isinstance(plan, MaskPlan) or plan.square:
         return None
     new = [t if t is None else t.transpose(1, 2) for t in (update.key, update.value)]
     slopes = spec.slopes

@@ -21,14 +21,14 @@ from packaging.version import Version
 from torch import Tensor
 
 from fused_attn.backends import denylist
-from fused_attn.backends.flash.plan import Plan, Sequences
+from fused_attn.backends.flash.plan import MaskPlan, Sequences
 from fused_attn.backends.problem import AttentionProblem
 from fused_attn.base.torch_state import is_intercepted
 
 TORCH = "torch.nn.attention.varlen"  # the engine that is not a separate package
 
 
-class Arguments(NamedTuple):
+class EngineCall(NamedTuple):
     """One call of an engine.
 
     Attributes:
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
             `sequences` is set.
         sequences: the sequences of a varlen call.
         max_seqlen_q, max_seqlen_k: upper bounds of their lengths.
-        left, right: window, see Plan.
+        left, right: window, see MaskPlan.
         slopes: float32 (num_heads,) or (sequences, num_heads), ALiBi slopes.
     """
 
@@ -92,7 +92,7 @@ class Engine:
         """Return the reason why this engine is not installed in a known version."""
         return missing(self.name, self.min_version)
 
-    def refusals(self, problem: AttentionProblem, plan: Plan) -> list[str]:
+    def refusals(self, problem: AttentionProblem, plan: MaskPlan) -> list[str]:
         """Return the reasons why this engine does not support a problem; empty if it does."""
         reasons = self.unavailable()
         if reasons:
@@ -136,13 +136,13 @@ class Engine:
         raise NotImplementedError
 
     def window(self, left: int | None, right: int | None) -> dict[str, Any]:
-        """Return the arguments causal and window_size for the window of a Plan."""
+        """Return the arguments causal and window_size for the window of a MaskPlan."""
         if left is None and right == 0:
             return {"causal": True, "window_size": (self.unlimited, self.unlimited)}
         sides = tuple(self.unlimited if side is None else side for side in (left, right))
         return {"causal": False, "window_size": sides}
 
-    def run(self, call: Arguments) -> Results:
+    def run(self, call: EngineCall) -> Results:
         """Compute out, in the layout of query, and lse, (batch, num_heads, seqlen_q) or
         (num_heads, rows); None if it is not wanted. Rows without keys have out 0 and lse -inf.
         """
@@ -244,7 +244,7 @@ class TorchVarlen(Engine):
 
         return getattr(varlen, name)
 
-    def run(self, call: Arguments) -> Results:
+    def run(self, call: EngineCall) -> Results:
         assert call.sequences is not None
         window = self.window(call.left, call.right)
         arguments = {
@@ -290,7 +290,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _features_of(problem: AttentionProblem, plan: Plan) -> list[str]:
+def _features_of(problem: AttentionProblem, plan: MaskPlan) -> list[str]:
     """Return the features of a problem that have denylist entries."""
     if not problem.needs_grad:
         return []
@@ -304,7 +304,7 @@ def _features_of(problem: AttentionProblem, plan: Plan) -> list[str]:
     return features
 
 
-def _exceeds_limit(problem: AttentionProblem, plan: Plan) -> bool:
+def _exceeds_limit(problem: AttentionProblem, plan: MaskPlan) -> bool:
     """Return True if a limit of seqlen_k on the right side changes the window, see Engine."""
     seqlen_k = plan.key_end - plan.key_begin or problem.seqlen_k
     if plan.right is None:

@@ -23,7 +23,7 @@ from fused_attn.masks.spec import BOUNDS, MaskSpec
 _CACHED = 8  # shapes cached for a mask; the values are small
 
 
-class Plan(NamedTuple):
+class MaskPlan(NamedTuple):
     """Arguments of the kernels for a mask, as far as the host knows them.
 
     Attributes:
@@ -45,41 +45,41 @@ class Plan(NamedTuple):
     square: bool = False
 
 
-def plan_of(band: Band, packed: bool, seqlen_q: int, seqlen_k: int) -> Plan | str:
-    """Return the Plan of a mask, or the reason why the kernels cannot express it."""
+def plan_of(band: Band, packed: bool, seqlen_q: int, seqlen_k: int) -> MaskPlan | str:
+    """Return the MaskPlan of a mask, or the reason why the kernels cannot express it."""
     if packed or band.left or band.right:
         return _with_lengths(band, seqlen_q, seqlen_k)
     key_begin = max(0, band.lo)
     key_end = min(seqlen_k, max(0, seqlen_q + band.hi))
     if key_end <= key_begin:
-        return Plan(None, None, empty=True)
+        return MaskPlan(None, None, empty=True)
     offset = key_end - seqlen_q
     if band.lo > offset:
         return "does not support a band that masks all keys for the last queries"
     if band.alibi and band.alibi_offset != offset:
         return _ALIBI
     window = _window(offset - band.lo, band.hi - offset, seqlen_q, seqlen_k)
-    return Plan(*window, key_begin, key_end)
+    return MaskPlan(*window, key_begin, key_end)
 
 
 _ALIBI = "supports ALiBi only if it is aligned at the bottom right"
 _ALIGNED = "supports top-left alignment in a batch of different lengths only for causal masks"
 
 
-def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:
+def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> MaskPlan | str:
     lo, hi, from_end = band.lo, band.hi, band.from_end or not band.is_limited
     if band.alibi and not band.alibi_from_end and band.offset != 0:
         return _ALIBI
     if not from_end and band.offset is None:
         if band.left or band.alibi or lo > -UNLIMITED or hi != 0:
             return _ALIGNED
-        return Plan(None, 0, square=True)
+        return MaskPlan(None, 0, square=True)
     if not from_end and band.offset is not None:
         lo = lo - band.offset if lo > -UNLIMITED else lo
         hi = hi - band.offset if hi < UNLIMITED else hi
     if lo > 0 or hi < 0:
         return "does not support a band that masks the last key for the last query"
-    return Plan(*_window(-lo, hi, seqlen_q, seqlen_k))
+    return MaskPlan(*_window(-lo, hi, seqlen_q, seqlen_k))
 
 
 def _window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
     """Sequences of the calls for a mask, and the keys that are not padding.
 
     Attributes:
-        calls: one, or two for `Plan.square`. The rows of each call include all rows.
+        calls: one, or two for `MaskPlan.square`. The rows of each call include all rows.
         real_keys: bool (batch, seqlen_k), False for padding and in sequences that have no queries;
             None without padding.
     """
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
     real_keys: Tensor | None
 
 
-def layout_of(spec: MaskSpec, plan: Plan, sizes: tuple[int, int, int], query: Tensor) -> Layout:
+def layout_of(spec: MaskSpec, plan: MaskPlan, sizes: tuple[int, int, int], query: Tensor) -> Layout:
     """Return the sequences for a mask, cached on it.
 
     Args:
@@ -145,7 +145,7 @@ def layout_of(spec: MaskSpec, plan: Plan, sizes: tuple[int, int, int], query: Te
     return recall(spec.own_memo(), memo_key, tensors, device, make)
 
 
-def _of_bounds(spec: MaskSpec, plan: Plan, seqlen_q: int, seqlen_k: int) -> Layout:
+def _of_bounds(spec: MaskSpec, plan: MaskPlan, seqlen_q: int, seqlen_k: int) -> Layout:
     """Return the sequences of a batch with padding."""
     bounds, band = spec.bounds, spec.band
     assert bounds is not None and band is not None
@@ -174,7 +174,7 @@ Pair = tuple[Tensor, Tensor]  # numbers of queries and keys, each (batch,)
 
 
 def _square(counts: list[Tensor], after: Sequence[Pair] = ()) -> tuple[Sequences, ...]:
-    """Return the sequences of both calls for a top-left causal mask, see `Plan.square`."""
+    """Return the sequences of both calls for a top-left causal mask, see `MaskPlan.square`."""
     queries, keys = counts
     common = torch.minimum(queries, keys)
     rest, behind, none = queries - common, keys - common, torch.zeros_like(common)

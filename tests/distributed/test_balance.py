@@ -180,7 +180,7 @@ def test_errors():
         balanced_sharding(None, 8, 0)
     with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         balanced_sharding(None, -1, 2)
-    with pytest.raises(ValueError, match="chunk_size must be at least 2 .*got 1"):
+    with pytest.raises(ValueError, match=r"chunk_size must be at least 2 .*got 1"):
         balanced_sharding(None, 1024, 2, chunk_size=1)
     with pytest.raises(ValueError, match="query_ids"):
         balanced_sharding(masks.documents(torch.zeros(1, 9, dtype=torch.int64)), 8, 2)

@@ -33,10 +33,11 @@ inline int64_t decode_keys(const AttentionParams& p, int64_t b) {
 constexpr int64_t kFewQueries = 8;
 
 // Returns true if a number of queries is small enough for these kernels to compute forward and
-// backward. Only products of single numbers have the same rounding in both families of kernels.
+// backward. Tiles are classified by one query tile, which must hold them all. Only products of
+// single numbers have the same rounding in both families of kernels.
 template <class T>
 inline bool few_queries(int64_t queries) {
-  return !Product<T>::kPairs && queries > 0 && queries <= kFewQueries;
+  return !Product<T>::kPairs && queries > 0 && queries <= min64(kFewQueries, kPanel<Acc<T>>);
 }
 
 // Returns true if query tiles compute a sequence because it attends to itself. Padding would

@@ -307,7 +307,7 @@ CASES = {
     "normalized_shape": (
         lambda: F.layer_norm(Q, 9),
         ValueError, "input must have a shape that ends with normalized_shape (9,), "
-        "got (2, 4, 5, 8)",
+        "got shape (2, 4, 5, 8)",
     ),
     "weight_shape": (
         lambda: F.layer_norm(Q, 8, torch.ones(7)),

@@ -32,6 +32,17 @@ void check_dense(const TensorView& view, const char* name, int first_dim) {
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
 }
 
+// Throws std::invalid_argument unless a table has the elements that kernels read as T: floats, or
+// int64 for indices and structs of them.
+template <class T>
+void check_elements(const TensorView& view, const char* name) {
+  constexpr bool kFloat = std::is_floating_point_v<T>;
+  constexpr int kBits = kFloat ? 8 * sizeof(T) : 64;
+  if (view.code == (kFloat ? kDLFloat : kDLInt) && view.bits == kBits) return;
+  const std::string wanted = (kFloat ? "float" : "int") + std::to_string(kBits);
+  throw std::invalid_argument(std::string(name) + " must be " + wanted);
+}
+
 // Reads a matrix in the layout that rows_in_place of base/layout.py returns: contiguous rows, in at
 // most two strided dimensions. Throws if the tensor has another layout.
 template <class T>
@@ -216,24 +227,37 @@ void read_mask(const py::handle& spec, MaskParams* p) {
 #define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
 #define POINTER(type, name)                                                                  \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_elements<std::remove_const_t<type>>(view, #name);                                  \
     check_dense(view, #name, 0);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
   }
-#define ROWS(type, name)
+#define ROWS(type, name)                                                                     \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_dense(view, #name, 3);                                                             \
+    p->name = static_cast<type*>(view.data);                                                 \
+    for (int i = 0; i < 3; ++i) p->name##_strides[i] = view.broadcast_stride(i);             \
+  }
 #define SIZES(name)
 #define BROADCAST(name)                                               \
   const TensorView name = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
   read_broadcast(name, &p->name);
 #define BY_SEQUENCE(type, name)                                                              \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_elements<std::remove_const_t<type>>(view, #name);                                  \
     check_dense(view, #name, 1);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
     p->name##_stride = view.broadcast_stride(0);                                             \
   }
 #define BY_HEAD(type, name)                                                                  \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_dense(view, #name, 2);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
-    for (int i = 0; i < 2; ++i) p->name##_strides[i] = view.broadcast_stride(i);             \
+    for (int i = 0; i < 2; ++i) {                                                            \
+      const int64_t bytes = view.broadcast_stride(i) * (view.bits / 8);                      \
+      p->name##_strides[i] = bytes / static_cast<int64_t>(sizeof(type));                     \
+    }                                                                                        \
   }
   // clang-format off: the order matters
 #include "fields/mask.inc"

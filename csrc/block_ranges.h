@@ -13,10 +13,6 @@ namespace {
 
 enum class Tile { kSkip = 0, kPartial = 1, kFull = 2 };
 
-struct Interval {
-  int64_t lo, hi;
-};
-
 FUSED_ATTN_HOST_DEVICE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 FUSED_ATTN_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -99,6 +95,17 @@ FUSED_ATTN_HOST_DEVICE Tile classify_documents(const IdRange& query, const IdRan
   if (query.max < key.min || key.max < query.min) return Tile::kSkip;
   const bool one = query.min == query.max && key.min == key.max;
   return one ? Tile::kFull : Tile::kPartial;
+}
+
+// Keys that any query, and keys that every query, of a run of consecutive queries sees.
+struct IntervalRange {
+  Interval any, every;
+};
+
+FUSED_ATTN_HOST_DEVICE Tile classify_intervals(const IntervalRange& keys, int64_t j_begin,
+                                               int64_t j_end) {
+  if (j_begin >= keys.any.hi || j_end <= keys.any.lo) return Tile::kSkip;
+  return j_begin >= keys.every.lo && j_end <= keys.every.hi ? Tile::kFull : Tile::kPartial;
 }
 
 // Classifies a tile by the summary of a dense mask or bias. Without a summary, the tile is partial.

@@ -40,6 +40,11 @@ struct SequenceBounds {
   int64_t alibi_offset;            // ALiBi adds -slope * |i + alibi_offset - j|
 };
 
+// Keys [lo, hi) of one query. Empty if lo >= hi.
+struct Interval {
+  int64_t lo, hi;
+};
+
 // One row of AttentionCall.dropout_offsets: the position of a shard's sequence in the global
 // tensor. Dropout uses global positions as counters.
 struct DropoutOffsets {

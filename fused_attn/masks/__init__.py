@@ -5,6 +5,7 @@ All code that interprets masks is in this package:
     mask.py             `Mask`, the functions that create one, and the operators `&` and `|`
     tensors.py          masks from tensors and from torch's mask objects
     mask_mod.py         masks from functions of positions, and unions of masks
+    tables.py           masks as intervals of keys or bits, for CPUs
     spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
     materialize.py      dense tensors for the reference
     memo.py             cache of values derived from tensors

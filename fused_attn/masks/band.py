@@ -48,6 +48,7 @@ class Band(NamedTuple):
         return self.lo > -UNLIMITED or self.hi < UNLIMITED
 
 
+_OTHER_CONDITIONS = ("bias", "dense", "key_mask", "query_documents", "intervals", "bits")
 NO_BAND = Band()
 _CAUSAL = Band(hi=0)
 
@@ -59,9 +60,7 @@ def band_of(spec: Any) -> Band | None:
     """
     if unknown_fields(spec):
         return None
-    if spec.bias is not None or spec.dense is not None or spec.key_mask is not None:
-        return None
-    if spec.query_documents is not None:
+    if any(getattr(spec, name) is not None for name in _OTHER_CONDITIONS):
         return None
     alibi = spec.slopes is not None
     if spec.bounds is not None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Dimensions of each tensor: b batch, h heads, q queries, k keys, or a constant size. Those named by
-# a lower-case letter may have size 1 and are then broadcast.
+# Dimensions of each tensor: b batch, h heads, q queries, k keys, w words of 64 keys, or a constant
+# size. Those named by a lower-case letter may have size 1 and are then broadcast.
 TENSORS = {
     "bias": "bhqk",
     "dense": "bhqk",
@@ -22,13 +22,16 @@ TENSORS = {
     "query_documents": "bQ",
     "key_documents": "bK",
     "slopes": "bH",
+    "intervals": "bhQ2",
+    "bits": "bhqW",
 }
 # Without *TENSORS: a new tensor has its dimensions there before all readers handle it.
 KNOWN = frozenset(
     (
         "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
-        "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-        "band_lo", "band_hi", "alibi_offset", "by_query", "band", "memo",
+        "key_documents", "slopes", "intervals", "bits", "cu_seqlens_q", "cu_seqlens_k",
+        "max_seqlen_q", "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
+        "memo",
     )
 )  # fmt: skip
 

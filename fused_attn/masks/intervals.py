@@ -22,6 +22,7 @@ from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.fields import refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec
+from fused_attn.masks.tables import without_tables
 
 Shape = tuple[int, int, int, int]
 
@@ -51,7 +52,8 @@ class Intervals:
     Attributes:
         begin, end: int32 (1 or batch, seqlen_q), contiguous; begin == end if no key is visible.
         rest: conditions that an interval cannot express: documents that are not contiguous, dense
-            tensors, key masks, and -inf in a bias. NO_MASK if there are none.
+            tensors (with bits, and intervals that differ between heads), key masks, and -inf in a
+            bias. NO_MASK if there are none.
         rows: positions of the query rows if sequences are packed, else None.
         seqlen_k: number of keys.
     """
@@ -82,6 +84,8 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
     """
     refuse_unknown_fields(spec, "a block list")
     seqlen_q, seqlen_k = shape[2:]
+    by_head = spec.intervals is not None and spec.intervals.shape[1] > 1
+    spec = without_tables(spec, spec.max_seqlen_k or seqlen_k, intervals=by_head)
     rows = keys = None
     position, length = torch.arange(seqlen_q, device=device)[None], seqlen_k
     if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
@@ -96,6 +100,9 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
         if not contiguous:
             rest.query_documents = _of_rows(spec.query_documents, rows)
             rest.key_documents = _of_rows(spec.key_documents, keys)
+    if spec.intervals is not None:
+        table = _of_rows(spec.intervals[:, 0], rows)
+        begin, end = torch.maximum(begin, table[..., 0]), torch.minimum(end, table[..., 1])
     begin = torch.minimum(begin, end)
     if rows is not None:
         begin, end = begin + rows.first_key, end + rows.first_key

@@ -72,6 +72,8 @@ class Mask:
     dense_masks: tuple[Tensor, ...] = ()
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
+    intervals: tuple[Tensor, ...] = ()  # as in MaskSpec
+    bits: tuple[Tensor, ...] = ()  # as in MaskSpec
     mask_mods: tuple[Any, ...] = ()  # see mask_mod.py
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
     # Set by picture.py and materialize.py, to avoid circular imports.

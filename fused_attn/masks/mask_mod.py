@@ -1,9 +1,9 @@
 """Masks from functions of positions, as in FlexAttention, and unions of masks.
 
 A function is evaluated for the shape of a call, some rows at a time. If each query sees an interval
-of keys, and bands, lengths, prefixes and documents express these intervals, the mask becomes those.
-Kernels then skip tiles, and no tensor of seqlen_q x seqlen_k elements exists. Otherwise the mask
-becomes dense.
+of keys, the mask becomes bands, lengths, prefixes and documents that express these intervals, or
+on a CPU a table of them. Kernels then skip tiles, and no tensor of seqlen_q x seqlen_k elements
+exists. Otherwise the mask becomes a table of bits on a CPU, and dense on other devices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fused_attn.base.torch_state import is_intercepted
 from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
+from fused_attn.masks.tables import packed
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int, int]
@@ -31,8 +32,10 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
 
     The function is evaluated once for each shape of a call: at its first call, or sooner by
     `mask.plot`. Causal masks, windows, prefixes and documents are recognized, and cost what the
-    functions of this module cost; lengths become a bool tensor of the keys. Other masks become a
-    bool tensor of shape (batch or 1, num_heads or 1, seqlen_q, seqlen_k).
+    functions of this module cost; lengths become a bool tensor of the keys. On a CPU, other masks
+    that show each query consecutive keys, such as windows that differ between heads, become a table
+    of these keys, and all others bits; on other devices, they become a bool tensor of shape (batch
+    or 1, num_heads or 1, seqlen_q, seqlen_k).
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
@@ -120,12 +123,33 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
     if is_intercepted() or device.type == "meta":  # values decide what is recognized
         return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
     used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
-    intervals = _intervals(mask_mod, used, device)
-    structure = None if intervals is None else _structure(*intervals, shape)
-    if structure is not None:
-        return structure
-    parts = [_visible(mask_mod, used, rows, device) for rows in row_blocks(used)]
-    return Mask(dense_masks=(torch.cat(parts, dim=2),))
+    return recognized(lambda rows: _visible(mask_mod, used, rows, device), used, shape, device)
+
+
+def recognized(
+    visible: Callable[[range], Tensor], used: Shape, shape: Shape, device: torch.device
+) -> Mask:
+    """Return the mask of some visible keys, as a dense tensor only if necessary.
+
+    Args:
+        visible: returns the visible keys of some rows, bool (batch or 1, num_heads or 1, rows,
+            seqlen_k).
+        used: shape of the visible keys of all rows.
+        shape: (batch, num_heads, seqlen_q, seqlen_k).
+        device: device of the visible keys.
+    """
+    table = _intervals(visible, used)
+    if table is not None:
+        structure = None
+        if bool((table == table[:, :1]).all()):
+            structure = _structure(table[:, 0, :, 0], table[:, 0, :, 1], shape)
+        if structure is not None:
+            return structure
+        if device.type == "cpu":
+            return Mask(intervals=(table,))
+    if device.type == "cpu":
+        return Mask(bits=(torch.cat([packed(visible(r)) for r in row_blocks(used)], dim=2),))
+    return Mask(dense_masks=(torch.cat([visible(r) for r in row_blocks(used)], dim=2),))
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
@@ -193,27 +217,22 @@ def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> 
 # ---- recognition --------------------------------------------------------------------------------
 
 
-def _intervals(mask_mod: Any, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the first visible key of each query, and the end of its keys: int64 (batch, seqlen_q).
+def _intervals(visible: Callable[[range], Tensor], shape: Shape) -> Tensor | None:
+    """Return `MaskSpec.intervals`, with [0, 0) for a query without visible keys.
 
-    Both are 0 for a query without visible keys. Returns None if the visible keys of a query are not
-    consecutive, or differ between heads.
+    Returns None if the visible keys of a query are not consecutive.
     """
-    firsts, ends = [], []
+    tables = []
     for rows in row_blocks(shape):
-        of_heads = _visible(mask_mod, shape, rows, device)
-        visible = of_heads[:, 0]
-        if not bool((of_heads == of_heads[:, :1]).all()):
+        seen = visible(rows)
+        # A bool sum of int64 takes seven times as long (torch 2.13).
+        starts = (seen[..., 1:] > seen[..., :-1]).sum(-1, dtype=torch.int32)
+        if bool((seen[..., 0] + starts > 1).any()):
             return None
-        count = visible.sum(-1)
-        first = visible.to(torch.uint8).argmax(-1)
-        end = visible.shape[-1] - visible.flip(-1).to(torch.uint8).argmax(-1)
-        end = torch.where(count > 0, end, 0)
-        if bool((end - first != count).any()):
-            return None
-        firsts.append(first)
-        ends.append(end)
-    return torch.cat(firsts, dim=1), torch.cat(ends, dim=1)
+        first = seen.to(torch.uint8).argmax(-1)
+        end = first + seen.sum(-1, dtype=torch.int32)
+        tables.append(torch.stack([first, end], dim=-1))
+    return torch.cat(tables, dim=2)
 
 
 def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:

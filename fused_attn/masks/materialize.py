@@ -11,6 +11,7 @@ from torch import Tensor
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.restrict import cut_tensors
 from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, reduced
+from fused_attn.masks.tables import shown_by_bits, shown_by_intervals
 
 
 def materialize(
@@ -60,6 +61,10 @@ def materialize(
         pairs = spec.query_documents[:, :, None] == spec.key_documents[:, None, :]
         conditions.append(pairs[:, None])
     conditions += [m for m in (spec.dense, spec.key_mask) if m is not None]
+    if spec.intervals is not None:
+        conditions.append(shown_by_intervals(spec.intervals, seqlen_k))
+    if spec.bits is not None:
+        conditions.append(shown_by_bits(spec.bits, seqlen_k))
     bias_ = spec.bias
     if bias_ is not None:
         conditions.append(bias_ != float("-inf"))
@@ -92,7 +97,7 @@ def sizes_of(mask: Mask) -> tuple[int, int]:
     batch += [len(p.key_lengths) for p in mask.paddings] + [len(p) for p in mask.prefixes]
     for pair in mask.document_pairs:
         batch += [len(ids) for ids in (pair.query_ids, pair.key_ids) if ids.dim() == 2]
-    for tensor in (*mask.dense_masks, *mask.biases):
+    for tensor in (*mask.dense_masks, *mask.biases, *mask.intervals, *mask.bits):
         batch += list(tensor.shape[-4:-3]) if tensor.dim() > 3 else []
         heads += list(tensor.shape[-3:-2]) if tensor.dim() > 2 else []
     for united in (m for masks in mask.mask_mods if isinstance(masks, tuple) for m in masks):

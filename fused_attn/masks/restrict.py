@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, MaskSpec
+from fused_attn.masks.tables import shown_by_bits
 
 
 def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
@@ -57,6 +58,11 @@ def of_positions(
     tensors = cut_tensors(
         spec, b=own, q=slice(queries.start, queries.stop), k=slice(keys.start, keys.stop)
     )
+    if spec.bits is not None:
+        shown = shown_by_bits(tensors.pop("bits"), keys.stop)[..., keys.start :]
+        tensors["dense"] = shown if spec.dense is None else shown & tensors["dense"]
+    if spec.intervals is not None:
+        tensors["intervals"] = (tensors["intervals"] - keys.start).clamp(0, len(keys))
     offset = queries.start - keys.start
     if spec.bounds is None:
         lo, hi = _shifted(spec.band_lo, spec.band_hi, offset)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ BOUNDS = (
     "alibi_offset",
 )
 
-_TABLES = (*(n for n, dims in TENSORS.items() if len(dims) == 2), "cu_seqlens_q", "cu_seqlens_k")
+_TABLES = (*(n for n, dims in TENSORS.items() if "k" not in dims), "cu_seqlens_q", "cu_seqlens_k")
 
 
 @flattens
@@ -59,6 +59,10 @@ class MaskSpec(Flat):
         query_documents: int64 (batch or 1, seqlen_q), document ids, which must fit into int32.
         key_documents: int64 (batch or 1, seqlen_k), document ids as in query_documents.
         slopes: float32 (batch or 1, num_heads), ALiBi slopes.
+        intervals: int64 (batch or 1, num_heads or 1, seqlen_q, 2), on a CPU only. Query i attends
+            only to the keys in [intervals[..., i, 0], intervals[..., i, 1]).
+        bits: int64 (batch or 1, num_heads or 1, seqlen_q or 1, ceil(seqlen_k / 64)), on a CPU only.
+            Key k is visible if bit k % 64 of word k // 64 is set; other bits are arbitrary.
         cu_seqlens_q, cu_seqlens_k: int64 (batch + 1,), set for packed sequences. Query, key and
             value then have batch dimension 1, and their rows [cu_seqlens[b], cu_seqlens[b + 1]) are
             sequence b. All other fields describe the padded batch, with seqlen_q = max_seqlen_q
@@ -82,6 +86,8 @@ class MaskSpec(Flat):
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
     slopes: Tensor | None = None
+    intervals: Tensor | None = None
+    bits: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     band_lo: int = -UNLIMITED
@@ -102,9 +108,9 @@ class MaskSpec(Flat):
         """
         if self.bias is not None:
             return "bias"
-        if self.dense is not None or self.key_mask is not None:
+        if not self.dense is self.key_mask is self.bits is None:
             return "dense"
-        tables = self.bounds, self.query_documents, self.slopes
+        tables = self.bounds, self.query_documents, self.slopes, self.intervals
         if any(table is not None for table in tables) or self.band_lo > -UNLIMITED:
             return "structured"
         if self.band_hi >= UNLIMITED:
@@ -130,7 +136,8 @@ class MaskSpec(Flat):
 
     def kernel_layout(self) -> MaskSpec:
         """Return this spec with contiguous tables, as kernels require."""
-        if self.bounds is self.query_documents is self.slopes is self.cu_seqlens_q is None:
+        plain = self.bounds is self.query_documents is self.slopes is self.cu_seqlens_q is None
+        if plain and self.intervals is self.bits is None:
             return self
         tensors = {name: getattr(self, name) for name in _TABLES}
         apart = {
@@ -255,6 +262,8 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
         dense=reduced(dense_masks, torch.logical_and),
         key_mask=reduced(key_masks, torch.logical_and),
         slopes=_slopes(mask, batch, num_heads, device),
+        intervals=reduced(list(mask.intervals), _intersection),
+        bits=reduced(list(mask.bits), torch.bitwise_and),
         **_documents_fields(mask, shape),
     )
     return replace(spec, **_bounds_fields(mask, shape, device))
@@ -326,24 +335,6 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
     return {"bounds": bounds, "by_query": by_query, "band": described}
 
 
-def spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:
-    """Build the MaskSpec of a decoding step on a CPU, faster than `normalize` does.
-
-    Args:
-        ends: number of visible keys for each sequence.
-        seqlen_q: number of queries of each sequence.
-        is_causal: apply a bottom-right causal mask.
-    """
-    columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
-    rows = []
-    for end in ends:
-        columns["key_end"] = end
-        if is_causal:
-            columns["band_hi"] = end - seqlen_q
-        rows.append([columns.get(name, 0) for name in BOUNDS])
-    return MaskSpec(bounds=torch.tensor(rows), by_query=is_causal)
-
-
 def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
     if not mask.document_pairs:
         return {}
@@ -409,6 +400,11 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
         slopes = slopes.detach().to(device=device, dtype=torch.float32)
         total = slopes if total is None else total + slopes
     return total
+
+
+def _intersection(a: Tensor, b: Tensor) -> Tensor:
+    lo, hi = torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])
+    return torch.stack([lo, hi], dim=-1)
 
 
 def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

@@ -30,6 +30,7 @@ from fused_attn.call.calls import (
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_length
 from fused_attn.masks.fields import TENSORS
+from fused_attn.masks.tables import WORD
 from fused_attn.ops import decompositions, flops, seeds
 
 # ---- entry points -------------------------------------------------------------------------------
@@ -252,6 +253,7 @@ def _check_attention(call: AttentionCall) -> None:
         if spec.cu_seqlens_k.shape[0] != batch + 1:
             raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
     sizes: dict[str, Any] = {"b": batch, "h": num_heads, "q": seqlen_q, "k": seqlen_k}
+    sizes["w"] = -(-seqlen_k // WORD)
     for name, dims in TENSORS.items():
         tensor = getattr(spec, name)
         if tensor is None:

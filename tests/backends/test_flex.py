@@ -231,10 +231,11 @@ def test_compilations_are_bounded(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend=backend, **kw))
     monkeypatch.setattr(compiled, "_functions", {})
     draw = random.Random(0)
+    names = MASKS.keys() - {"intervals", "bits"}  # dense in calls
     for _ in range(20):
         shape = (draw.choice([1, 2, 3, 4]), 2, draw.randint(129, 600), draw.randint(129, 600))
         query, key = torch.zeros(*shape[:3], 16), torch.zeros(*shape[:2], shape[3], 16)
-        for name in MASKS:
+        for name in sorted(names):
             call = AttentionCall(
                 query,
                 key,
@@ -248,7 +249,7 @@ def test_compilations_are_bounded(monkeypatch):
                 assert not compiled.at_limit(variant)
                 compiled.run(variant, query, key, key, operands)
     number = len(compiled._functions)
-    assert number <= 2 * len(MASKS) <= compiled.MAX_VARIANTS
+    assert number <= 2 * len(names) <= compiled.MAX_VARIANTS
     assert len(count) <= 1.2 * number
 
 

@@ -150,8 +150,7 @@ def test_positions_that_are_not_those_of_the_packing_are_looked_up(name, ids):
     if ids is not None:
         function = and_masks(function, packed_sequence_mask_function(ids))
     mask = make_mask(mask_function=function)
-    assert not isinstance(mask, ModelMask)
-    assert torch.equal(mask.expand(SHAPE), of_transformers(mask_function=function))
+    assert torch.equal(dense_of(mask), of_transformers(mask_function=function))
 
 
 def test_padding_alone_is_a_key_mask():
@@ -171,18 +170,38 @@ def test_mask_of_a_single_query_is_a_key_mask():
     assert static.sum(-1).tolist() == [[[3]], [[3]]]
 
 
-def test_mask_is_dense_where_it_is_not_understood():
-    blocks = blockwise_overlay(torch.tensor([[-1, 0, 0, 1, 1, 1], [0, 0, 0, 0, -1, -1]]))
-    for function in (
-        odd_keys,
-        and_masks(causal_mask_function, odd_keys),
-        or_masks(causal_mask_function, blocks),
-        sliding_window_overlay(0),
-    ):
-        mask = make_mask(mask_function=function, attention_mask=PADDING)
+BLOCKS = blockwise_overlay(torch.tensor([[-1, 0, 0, 1, 1, 1], [0, 0, 0, 0, -1, -1]]))
+SCATTERED = blockwise_overlay(torch.tensor([[0, -1, 0, 0, -1, 0], [-1, 1, 1, -1, -1, 1]]))
+WINDOW = sliding_window_overlay(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "condition"),
+    [
+        (odd_keys, "bits"),
+        (and_masks(causal_mask_function, odd_keys), "bits"),
+        (or_masks(causal_mask_function, BLOCKS), "intervals"),
+        (and_masks(or_masks(causal_mask_function, BLOCKS), WINDOW), "intervals"),
+        (or_masks(and_masks(WINDOW, causal_mask_function), BLOCKS), "intervals"),
+        (or_masks(causal_mask_function, SCATTERED), None),
+        (or_masks(causal_mask_function, lambda b, h, q, k: k - q <= (q + 1) % 3), "intervals"),
+        (or_masks(causal_mask_function, lambda *_: torch.tensor(True)), ""),
+        (sliding_window_overlay(0), ""),
+    ],
+)
+@pytest.mark.parametrize("offset", [0, 2])
+def test_unions_and_functions_of_users(function, condition, offset):
+    """On a CPU, unions with images and other functions become intervals of keys if they can."""
+    known = {"mask_function": function, "attention_mask": PADDING, "q_offset": offset}
+    mask = make_mask(**known, use_vmap=True, allow_is_causal_skip=False)
+    expected = of_transformers(**known, use_vmap=True)
+    assert torch.equal(dense_of(mask), expected)
+    if condition is None:
         assert type(mask) is torch.Tensor
-        expected = of_transformers(mask_function=function, attention_mask=PADDING)
-        assert torch.equal(mask.expand(SHAPE), expected)
+        return
+    found = [name for name in ("bits", "intervals") if getattr(mask.mask, name)]
+    assert "".join(found) == condition
+    assert all(keys.shape[2] == 1 for keys in mask.mask.dense_masks)  # the padding
 
 
 def test_mask_is_dense_where_the_model_needs_a_tensor():
@@ -399,7 +418,6 @@ def test_models_for_eager_attention_alone_get_float_masks():
     padded = make_mask(**causal, attention_mask=PADDING)
     assert torch.equal(padded[:, 0, 0] == lowest, ~PADDING)
     unknown = make_mask(mask_function=odd_keys, config=config)
-    assert type(unknown) is torch.Tensor
     assert unknown.unique().tolist() == [lowest, 0.0]
     both = {"mask_function": bidirectional_mask_function, "config": config}
     assert make_mask(**both) is None  # as eager attention gets

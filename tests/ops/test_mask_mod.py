@@ -45,7 +45,7 @@ MODS = {
     "rows without keys": (lambda b, h, q, k: (q >= k) & (q % 5 != 0), "structured"),
     "sinks": (lambda b, h, q, k: (q >= k) & ((q - k < 9) | (k < 4)), "dense"),
     "dilated": (lambda b, h, q, k: (q >= k) & ((q - k) % 2 == 0), "dense"),
-    "windows of heads": (lambda b, h, q, k: (q >= k) & (q - k < 3 + h), "dense"),
+    "windows of heads": (lambda b, h, q, k: (q >= k) & (q - k < 3 + h), "structured"),
     "table": (lambda b, h, q, k: TABLE[h, q, k], "dense"),
 }
 
@@ -55,7 +55,7 @@ def visible_by(mask, *sizes):
     spec = normalize(mask, *sizes, torch.empty(0))
     visible, _ = materialize(spec, *sizes, torch.device("cpu"), torch.float32)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
-    kind = "keys" if spec.kind == "dense" and spec.dense is None else spec.kind
+    kind = "keys" if spec.kind == "dense" and spec.dense is spec.bits is None else spec.kind
     return kind, visible.expand(sizes)
 
 

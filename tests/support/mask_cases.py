@@ -15,6 +15,7 @@ from helpers import drawn
 
 from fused_attn import masks
 from fused_attn.masks import Mask
+from fused_attn.masks.tables import packed
 from fused_attn.tools.cases import Shape, make_mask
 
 
@@ -38,6 +39,14 @@ def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
     mask = torch.rand(*shape, generator=generator) < visible
     mask[..., : shape[-1] // 3] &= torch.rand(shape[-2], 1, generator=generator) < 0.7
     return mask
+
+
+def _windows_of_heads(num_heads: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """Return the keys of windows along the diagonal whose size differs between heads."""
+    center = torch.arange(seqlen_q) * seqlen_k // seqlen_q
+    radius = 2 + 3 * torch.arange(num_heads)[:, None]
+    ends = torch.stack([center - radius, center + radius], dim=-1)
+    return ends.clamp(0, seqlen_k)[None]
 
 
 def _named(text: str) -> Callable[[int, int, int, int], Mask]:
@@ -77,6 +86,11 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     "dense_per_query": lambda b, h, m, n: masks.dense(_dense(b, 1, m, 1, seed=12)),
     "key_mask": lambda b, h, m, n: masks.dense(_dense(b, 1, 1, n, seed=13)),
     "key_mask_head": lambda b, h, m, n: masks.dense(_dense(h, 1, n, seed=14)),
+    "intervals": lambda b, h, m, n: Mask(intervals=(_windows_of_heads(h, m, n),)),
+    "images": lambda b, h, m, n: (
+        masks.causal() | masks.documents(torch.arange(m) // 9, torch.arange(n) // 9)
+    ),
+    "bits": lambda b, h, m, n: Mask(bits=(packed(_dense(b, h, m, n, seed=16)),)),
     "bias_with_inf": lambda b, h, m, n: masks.bias(
         torch.where(_dense(m, n, seed=15), 0.3, float("-inf"))
     ),
@@ -87,8 +101,8 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
 # Each of these masks sets different fields of MaskSpec or columns of its `bounds`. Together, they
 # cover the distinct code paths of the kernels.
 FIELDS = (
-    "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",
-    "bias_with_inf", "alibi_batch",
+    "window", "ragged_left", "prefix", "documents_shuffled", "intervals", "bits",
+    "dense_full", "key_mask_head", "bias_with_inf", "alibi_batch",
 )  # fmt: skip
 # All pairs that combine, for parametrize. `make test` runs those of FIELDS.
 PAIRS = [

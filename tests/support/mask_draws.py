@@ -12,11 +12,14 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.tables import packed
 from fused_attn.varlen import packed_spec
 
 # Kinds with one interval of visible keys for each query, and kinds without.
-STRUCTURED = ("band", "padding", "padding_left", "ragged", "prefix", "documents", "runs")
-OTHERS = ("shuffled", "key_mask", "dense", "bias")
+STRUCTURED = (
+    "band", "padding", "padding_left", "ragged", "prefix", "documents", "runs", "intervals",
+)  # fmt: skip
+OTHERS = ("shuffled", "key_mask", "dense", "bits", "bias", "intervals_of_heads")
 Shape = tuple[int, int, int, int]
 
 
@@ -54,12 +57,17 @@ def mask_of(kind: str, draw: random.Random, shape: Shape) -> Mask:
         masked = torch.rand(num_heads, seqlen_q, seqlen_k, generator=generator) < 0.4
         masked[..., : seqlen_k // 2] |= torch.rand(1, seqlen_q, 1, generator=generator) < 0.9
         return masks.bias(torch.zeros(masked.shape).masked_fill(masked, float("-inf")))
-    if kind in ("key_mask", "dense"):
+    if kind in ("key_mask", "dense", "bits"):
         rows = 1 if kind == "key_mask" else seqlen_q
         sizes = draw.choice([batch, 1]), draw.choice([num_heads, 1]), rows, seqlen_k
         dense = torch.rand(*sizes, generator=generator) < 0.7
         dense[..., seqlen_k // 3 : 2 * (seqlen_k // 3)] = draw.random() < 0.5
-        return masks.dense(dense)
+        return Mask(bits=(packed(dense),)) if kind == "bits" else masks.dense(dense)
+    if kind.startswith("intervals"):
+        heads = num_heads if kind == "intervals_of_heads" else 1
+        sizes = draw.choice([batch, 1]), heads, seqlen_q, 2
+        table = torch.randint(0, seqlen_k + 1, sizes, generator=generator)
+        return Mask(intervals=(table.sort(-1).values if draw.random() < 0.8 else table,))
     size = draw.choice([(), (batch,)])
     ids = [torch.randint(0, 5, (*size, n), generator=generator) for n in (seqlen_q, seqlen_k)]
     if kind != "shuffled":

@@ -191,7 +191,7 @@ class AttentionBwd : BwdTile<T> {
         const int64_t row = (chunk_begin_ + first + at) * kRows;
         const Tile kind = this->mask_.classify(b, h, row, j, j + n);
         int64_t from = j, to = j + n;
-        if (kind == Tile::kPartial) this->mask_.visible_span(b, row, j, j + n, &from, &to);
+        if (kind == Tile::kPartial) this->mask_.visible_span(b, h, row, j, j + n, &from, &to);
         if (kind == Tile::kSkip || from >= to) {
           add_run(run, grad_key, grad_value);
           run = {first, at + 1, at + 1, n, 0};

@@ -254,8 +254,8 @@ inline bool is_unmasked(const AttentionParams& p) {
   const MaskParams& mask = p.mask;
   return p.cu_seqlens_q == nullptr && mask.bias.data == nullptr && mask.dense.data == nullptr &&
          mask.key_mask.data == nullptr && mask.bounds == nullptr &&
-         mask.query_documents == nullptr && mask.band_lo <= -p.seqlen_q &&
-         mask.band_hi >= p.seqlen_k;
+         mask.query_documents == nullptr && mask.intervals == nullptr && mask.bits == nullptr &&
+         mask.band_lo <= -p.seqlen_q && mask.band_hi >= p.seqlen_k;
 }
 
 // Returns the total size of query, key, value and out in bytes.

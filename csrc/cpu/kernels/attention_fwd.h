@@ -139,7 +139,7 @@ class AttentionFwd {
         const Tile kind = mask_.classify(b, h, row, j, j + n);
         if (kind == Tile::kSkip) continue;
         int64_t lo = j, hi = j + n;
-        if (kind == Tile::kPartial) mask_.visible_span(b, row, j, j + n, &lo, &hi);
+        if (kind == Tile::kPartial) mask_.visible_span(b, h, row, j, j + n, &lo, &hi);
         if (lo >= hi) continue;
         tiles_[tiles++] = {kind, {b, h, row, lo, hi - lo}, lo - j, &query_tiles_[i]};
       }

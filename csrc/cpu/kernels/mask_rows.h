@@ -7,11 +7,6 @@
 namespace fused_attn {
 namespace {
 
-// Returns a word in which bits [0, n) are set.
-inline uint64_t first_bits(int64_t n) {
-  return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
-}
-
 // The mask of one head (b, h) for keys [j_begin, j_begin + n), where n <= kKeys.
 template <class A, int64_t kKeys>
 class BlockMask {
@@ -19,6 +14,7 @@ class BlockMask {
 
  public:
   void load(const AttentionParams& p, int64_t b, int64_t h, int64_t j_begin, int64_t n) {
+    p_ = &p;
     mask_ = &p.mask;
     bounds_ = sequence_bounds(p.mask, b, query_rows(p, b).count, key_rows(p, b).count);
     b_ = b;
@@ -54,12 +50,13 @@ class BlockMask {
 
   uint64_t visible(int64_t i) const {
     if (i < bounds_.query_begin || i >= bounds_.query_end) return 0;
-    const Interval keys = visible_keys(bounds_, i);
+    const Interval keys = intersection(visible_keys(bounds_, i), interval_of(*mask_, b_, h_, i));
     uint64_t bits = first_bits(min64(keys.hi - j_begin_, n_));
     bits &= ~first_bits(keys.lo - j_begin_);
     if (bits == 0) return 0;
     if (mask_->key_mask.data != nullptr) bits &= key_bits_;
     if (mask_->query_documents != nullptr) bits &= same_document(i);
+    if (mask_->bits != nullptr) bits &= bits_of(*p_, b_, h_, i, j_begin_);
     const DenseTensor& dense = mask_->dense;
     if (dense.data != nullptr) bits &= byte_bits(row_of<uint8_t>(dense, i), dense.strides[3]);
     return bits;
@@ -146,6 +143,7 @@ class BlockMask {
     }
   }
 
+  const AttentionParams* p_ = nullptr;
   const MaskParams* mask_ = nullptr;
   SequenceBounds bounds_{};
   int64_t b_ = 0, h_ = 0, j_begin_ = 0, n_ = 0;

@@ -2,8 +2,9 @@
 
 transformers describes a mask by a function of indices, which is composed of closures.
 `attention_mask` recognizes the library's functions by their code objects and reads their closure
-variables. A composition that contains any other function, such as a user-defined function or a
-union, is evaluated at every position, as for sdpa. This is slow but always correct.
+variables. A composition that contains any other function, such as a user-defined one, is evaluated
+at every position, as for sdpa. This is slow but always correct. On a CPU, it is evaluated some rows
+at a time, and becomes a Mask without dense tensors if there is one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers.masking_utils import (
     causal_mask_function,
     chunked_overlay,
     find_packed_sequence_indices,
+    or_masks,
     packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
@@ -30,18 +32,23 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
-from fused_attn.base.torch_state import captured, plain_eager
+from fused_attn.base.torch_state import captured, is_intercepted, plain_eager
 from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
-from fused_attn.masks import Mask
+from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.masks.mask_mod import recognized
 
 # All closures returned by one of these functions share a code object, which identifies them.
 _AND = and_masks().__code__
+_OR = or_masks().__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = chunked_overlay(1, torch.empty(0)).__code__
-# Newer versions of transformers map the indices of packed sequences to positions.
+# Newer versions of transformers have blocks of tokens that see each other, such as images, and map
+# the indices of packed sequences to positions.
+_blocks = getattr(masking_utils, "blockwise_overlay", None)
+_BLOCKS = _blocks(torch.empty(0)).__code__ if _blocks else None
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 _REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else None
 
@@ -58,6 +65,9 @@ class _Structure(NamedTuple):
         positions: token positions, each (batch, tokens) integers. If given, left and right count
             positions instead of tokens. Both counts are equal if positions increase by one within
             each packed sequence.
+        blocks: block ids, each (batch, tokens) integers. Tokens with equal ids attend to each
+            other; those with negative ids attend to nothing.
+        unions: structures of which a visible key must fulfill at least one.
     """
 
     left: int = -1
@@ -65,6 +75,8 @@ class _Structure(NamedTuple):
     packed: tuple[Tensor, ...] = ()
     chunked: tuple[tuple[int, Tensor], ...] = ()
     positions: tuple[Tensor, ...] = ()
+    blocks: tuple[Tensor, ...] = ()
+    unions: tuple[tuple[_Structure, ...], ...] = ()
 
 
 _EVERYTHING = _Structure()
@@ -88,9 +100,10 @@ def attention_mask(
     """Compute the attention mask of a forward pass, for transformers' AttentionMaskInterface.
 
     The library's causal, bidirectional, sliding-window, chunked and packed (position_ids) functions
-    and their intersections are converted to a Mask, at any cache offset. User-defined functions and
-    unions are evaluated at every position. In a compiled graph, windows, chunks and packing are
-    evaluated as well, because torch.compile cannot read the closures that it traces.
+    and their intersections are converted to a Mask, at any cache offset; on a CPU also unions with
+    blocks of consecutive tokens (images). User-defined functions are evaluated at every position.
+    In a compiled graph, windows, chunks and packing are evaluated as well, because torch.compile
+    cannot read the closures that it traces.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -116,43 +129,56 @@ def attention_mask(
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
 
-    def own() -> Tensor:
-        """Return the dense mask tensor that transformers computes."""
+    def visible(rows: range, padding: Tensor | None = None) -> Tensor:
+        """Return the dense mask of some queries that transformers computes."""
         tensor = sdpa_mask(
             batch_size=batch_size,
-            q_length=q_length,
+            q_length=len(rows),
             kv_length=kv_length,
-            q_offset=cast(int, q_offset),
+            q_offset=cast(int, q_offset + rows.start),
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=attention_mask,
+            attention_mask=padding,
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
             device=device,
             **kwargs,
         )
         assert tensor is not None  # neither skip is allowed
+        return tensor
+
+    def own() -> Tensor:
+        """Return the dense mask tensor that transformers computes."""
+        tensor = visible(range(q_length), attention_mask)
         return added(tensor, dtype) if adds else tensor
 
     adds = config is not None and _adds_masks(type(config))
     structure = None
-    if (
+    readable = (
         isinstance(kv_offset, int)
         and (attention_mask is None or attention_mask.dim() == 2)
         and not torch.jit.is_tracing()  # sizes are tensors under jit.trace
-    ):
+    )
+    if readable:
         structure = _structure(mask_function)
     if structure is not None and not _counts_tokens(structure):
         structure = None
-    # transformers disallows skipping for all packed masks, so for these masks the flags do not
-    # show whether the model needs a tensor.
-    if structure is None or not (
-        allow_is_causal_skip or allow_is_bidirectional_skip or structure.packed
-    ):
+    # transformers disallows skipping for all packed masks and unions, so for these masks the flags
+    # do not show whether the model needs a tensor.
+    skips = allow_is_causal_skip or allow_is_bidirectional_skip
+    if structure is not None and not (skips or structure.packed or structure.unions):
         return own()
-    keys = _key_mask(attention_mask, kv_length, kv_offset)
+    keys = _key_mask(attention_mask, kv_length, kv_offset) if readable else None
     mask: Mask | None = None
-    if _all_visible(structure, shape, q_offset, kv_offset):
+    if structure is None:
+        if (
+            readable
+            and q_length > 1
+            and torch.device(device).type == "cpu"
+            and not is_intercepted()
+        ):
+            mask = recognized(visible, shape, shape, torch.device(device))
+    elif _all_visible(structure, shape, q_offset, kv_offset):
         if not adds or (keys is None and allow_is_bidirectional_skip):
             return keys
         mask = Mask()
@@ -214,6 +240,12 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
     code, names = function.__code__, closure_of(function)
     if code is _AND:
         return _intersection([_structure(part) for part in names["mask_functions"]])
+    if code is _OR:
+        parts = [_structure(part) for part in names["mask_functions"]]
+        known = tuple(part for part in parts if part is not None)
+        return _Structure(unions=(known,)) if len(known) == len(parts) else None
+    if code is _BLOCKS:
+        return _Structure(blocks=(names["block_sequence_ids"],))
     if code is _PACKED:
         return _Structure(packed=(names["packed_sequence_mask"],))
     if code is _REMAPPED:
@@ -238,6 +270,8 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
             whole.packed + part.packed,
             whole.chunked + part.chunked,
             whole.positions + part.positions,
+            whole.blocks + part.blocks,
+            whole.unions + part.unions,
         )
     return whole
 
@@ -245,6 +279,8 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
 def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure | None:
     """Convert a structure from token indices to positions; None if not supported."""
     if structure is None or structure.packed or structure.positions:
+        return None
+    if structure.blocks or structure.unions:
         return None
     chunks = tuple(
         (positions - left_out.to(positions.device)[:, None]) // size
@@ -272,7 +308,7 @@ def _all_visible(
     structure: _Structure, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
 ) -> bool:
     """Return True if every key is known to be visible to every query, as in decoding."""
-    if structure.packed or structure.chunked:
+    if structure.packed or structure.chunked or structure.blocks or structure.unions:
         return False
     left, right = structure.left, structure.right
     if left == right == -1:
@@ -308,8 +344,84 @@ def _mask(
         queries = torch.arange(q_length, device=device) + q_offset - first
         keys = torch.arange(kv_length, device=device) + kv_offset - first
         parts.append(masks.documents(queries // size, keys // size))
+    for united in (*structure.unions, *((_Structure(blocks=(ids,)),) for ids in structure.blocks)):
+        table = _united(united, shape, q_offset, kv_offset, device)
+        parts.append(None if table is None else Mask(intervals=(table[:, None],)))
     known = [part for part in parts if part is not None]
     return functools.reduce(Mask.__and__, known) if len(known) == len(parts) else None
+
+
+def _united(
+    parts: tuple[_Structure, ...],
+    shape: tuple[int, int, int, int],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    device: torch.device | str,
+) -> Tensor | None:
+    """Return the intervals of keys that a union shows, int64 (batch or 1, q_length, 2).
+
+    Returns None unless the visible keys of every query are consecutive, or if tensors cannot be
+    read.
+    """
+    if torch.device(device).type != "cpu" or is_intercepted() or not isinstance(q_offset, int):
+        return None
+    tables = [_interval(part, shape, q_offset, kv_offset) for part in parts]
+    known = [table for table in tables if table is not None]
+    if len(known) < len(tables):
+        return None
+    total = known[0]
+    for own in known[1:]:
+        (lo, hi), (own_lo, own_hi) = total.unbind(-1), own.unbind(-1)
+        both = (lo < hi) & (own_lo < own_hi)
+        if bool((both & (torch.maximum(lo, own_lo) > torch.minimum(hi, own_hi))).any()):
+            return None  # a gap
+        united = torch.stack([torch.minimum(lo, own_lo), torch.maximum(hi, own_hi)], dim=-1)
+        seen = torch.where((lo < hi)[..., None], total, own)
+        total = torch.where(both[..., None], united, seen)
+    return total
+
+
+def _interval(
+    structure: _Structure, shape: tuple[int, int, int, int], q_offset: int, kv_offset: int
+) -> Tensor | None:
+    """Return the intervals of one structure, as `_united` does."""
+    if structure.packed or structure.chunked or structure.positions or structure.unions:
+        return None
+    kv_length = shape[3]
+    position = torch.arange(shape[2]) + (q_offset - kv_offset)  # in keys
+    left = UNLIMITED if structure.left == -1 else structure.left
+    right = UNLIMITED if structure.right == -1 else structure.right
+    lo, hi = (position - left).clamp(min=0), (position + right + 1).clamp(max=kv_length)
+    lo, hi = lo[None], hi[None]
+    for ids in structure.blocks:
+        ids = ids[:, kv_offset : kv_offset + kv_length].cpu()
+        runs = _runs(ids)
+        if (
+            runs is None
+            or ids.shape[1] != kv_length
+            or not 0 <= position[0] <= position[-1] < kv_length
+        ):
+            return None
+        first, end = (t[:, position] for t in runs)
+        lo, hi = torch.maximum(lo, first), torch.minimum(hi, end)
+    return torch.stack([lo, hi], dim=-1)
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the first token and the end of the block of each token, both (batch, tokens).
+
+    The end is 0 for tokens in no block. Returns None if a block is not consecutive.
+    """
+    token = torch.arange(ids.shape[1])
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    names = torch.where(starts & (ids >= 0), ids, -1 - token).sort(1).values
+    if bool((names[:, 1:] == names[:, :-1]).any()):
+        return None
+    first = torch.where(starts, token, 0).cummax(1).values
+    after = torch.cat([starts[:, 1:], torch.ones_like(starts[:, :1])], dim=1)
+    end = torch.where(after, token + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return first, torch.where(ids >= 0, end, 0)
 
 
 def _band(

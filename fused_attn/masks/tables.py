@@ -1,0 +1,55 @@
+"""Masks as tables: the keys of each query as an interval or as bits, and their dense forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_attn.masks.spec import MaskSpec
+
+WORD = 64  # bits of a word of `MaskSpec.bits`
+
+
+def packed(visible: Tensor) -> Tensor:
+    """Return bool (*, seqlen_k) as `MaskSpec.bits`, int64 (*, ceil(seqlen_k / 64))."""
+    padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % WORD))
+    bits = padded.unflatten(-1, (-1, 8)).to(torch.uint8) << _bit(visible)
+    return bits.sum(-1, dtype=torch.uint8).view(torch.int64)
+
+
+def shown_by_bits(bits: Tensor, seqlen_k: int) -> Tensor:
+    """Return the keys that `MaskSpec.bits` show, bool (*, seqlen_k)."""
+    visible = bits.contiguous().view(torch.uint8)[..., None] >> _bit(bits) & 1
+    return visible.to(torch.bool).flatten(-2)[..., :seqlen_k]
+
+
+def shown_by_intervals(intervals: Tensor, seqlen_k: int) -> Tensor:
+    """Return the keys that `MaskSpec.intervals` show, bool (*, seqlen_q, seqlen_k)."""
+    key = torch.arange(seqlen_k, device=intervals.device)
+    return (key >= intervals[..., :1]) & (key < intervals[..., 1:])
+
+
+def without_tables(spec: MaskSpec, seqlen_k: int, *, intervals: bool = True) -> MaskSpec:
+    """Return the mask with its tables as a part of `dense`.
+
+    Args:
+        intervals: also convert the intervals, not only the bits.
+    """
+    shown = [] if spec.bits is None else [shown_by_bits(spec.bits, seqlen_k)]
+    if intervals and spec.intervals is not None:
+        shown.append(shown_by_intervals(spec.intervals, seqlen_k))
+    if not shown:
+        return spec
+    dense = shown[0] if spec.dense is None else shown[0] & spec.dense
+    for table in shown[1:]:
+        dense = dense & table
+    kept = None if intervals else spec.intervals
+    return replace(spec, dense=dense, dense_summary=None, bits=None, intervals=kept)
+
+
+def _bit(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

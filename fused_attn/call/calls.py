@@ -151,15 +151,12 @@ class AttentionCall(Flat):
             return self
         return replace(self, query=q, key=k, value=v, mask=mask, options=options)
 
-    def outputs(
-        self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
-    ) -> AttentionOutputs:
+    def outputs(self, for_backward: bool, want_lse: bool = True) -> AttentionOutputs:
         """Allocate uninitialized results; missing results are empty tensors.
 
         Args:
             for_backward: also allocate lse and the residuals, for a backward.
             want_lse: also allocate lse.
-            empty: the allocator.
         """
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
@@ -168,10 +165,10 @@ class AttentionCall(Flat):
         rows = (batch, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
         rounds = for_backward and self.out_dtype.itemsize == 2
         return AttentionOutputs(
-            empty(*out, self.out_dtype, device),
-            empty(*(rows if for_backward or want_lse else EMPTY_LAYOUT), dtype, device),
-            empty(*(rows if for_backward else EMPTY_LAYOUT), dtype, device),
-            empty(*(out if rounds else EMPTY_LAYOUT), torch.int16, device),
+            empty_strided(*out, self.out_dtype, device),
+            empty_strided(*(rows if for_backward or want_lse else EMPTY_LAYOUT), dtype, device),
+            empty_strided(*(rows if for_backward else EMPTY_LAYOUT), dtype, device),
+            empty_strided(*(out if rounds else EMPTY_LAYOUT), torch.int16, device),
         )
 
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:

@@ -30,9 +30,8 @@ class EagerBackend(Backend):
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
         out, lse = reference.attention(_unrounded(call) if call.options.partial else call)
-        nothing = lse.new_empty(0)
-        residual = torch.zeros_like(lse) if call.options.partial else nothing
-        return AttentionOutputs(out, lse, residual, nothing)
+        residual = torch.zeros_like(lse) if call.options.partial else None
+        return AttentionOutputs(out, lse, residual, None)
 
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
         """Compute the gradients of a partial result. Other calls are differentiated by autograd."""
@@ -45,9 +44,7 @@ class EagerBackend(Backend):
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         out, total = reference.norm(call)
-        nothing = out.new_empty(0)
-        total = total.contiguous() if call.has_total else nothing
-        return NormOutputs(out, total, nothing, nothing)
+        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
 
     def activation(
         self,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from fused_attn.masks.spec import MaskSpec
 
 WORD = 64  # bits of a word of `MaskSpec.bits`
 
@@ -33,10 +30,11 @@ def shown_by_intervals(intervals: Tensor, seqlen_k: int) -> Tensor:
     return (key >= intervals[..., :1]) & (key < intervals[..., 1:])
 
 
-def without_tables(spec: MaskSpec, seqlen_k: int, *, intervals: bool = True) -> MaskSpec:
+def without_tables(spec: Any, seqlen_k: int, *, intervals: bool = True) -> Any:
     """Return the mask with its tables as a part of `dense`.
 
     Args:
+        spec: a MaskSpec, which is returned unchanged if it has no tables.
         intervals: also convert the intervals, not only the bits.
     """
     shown = [] if spec.bits is None else [shown_by_bits(spec.bits, seqlen_k)]

@@ -101,7 +101,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
 # Each of these masks sets different fields of MaskSpec or columns of its `bounds`. Together, they
 # cover the distinct code paths of the kernels.
 FIELDS = (
-    "window", "ragged_left", "prefix", "documents_shuffled", "intervals", "bits",
+    "window", "ragged_left", "prefix", "documents_shuffled", "intervals",
     "dense_full", "key_mask_head", "bias_with_inf", "alibi_batch",
 )  # fmt: skip
 # All pairs that combine, for parametrize. `make test` runs those of FIELDS.

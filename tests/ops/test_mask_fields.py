@@ -7,6 +7,9 @@ from dataclasses import fields, make_dataclass
 import pytest
 import torch
 
+from fused_attn.backends.registry import get_backend
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
 from fused_attn.masks.spec import BOUNDS, MaskSpec
@@ -48,3 +51,21 @@ def test_the_tables_are_complete():
     names = {field.name for field in fields(MaskSpec)}
     assert names == KNOWN and set(TENSORS) < names
     assert len(TENSORS["bounds"]) == 2 and int(TENSORS["bounds"][1]) == len(BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("bounds", torch.zeros(2, 8, dtype=torch.int32)),
+        ("query_documents", torch.zeros(2, 5, dtype=torch.int32)),
+        ("slopes", torch.zeros(2, 3, dtype=torch.float64)),
+        ("intervals", torch.zeros(1, 1, 5, 2)),
+        ("bits", torch.zeros(1, 1, 5, 1, dtype=torch.uint8)),
+    ],
+)
+def test_kernels_refuse_tables_of_other_types(name, table):
+    """A table whose elements are smaller than the kernel's would be read beyond its end."""
+    query = torch.zeros(2, 3, 5, 8)
+    call = AttentionCall(query, query, query, MaskSpec(**{name: table}), AttentionOptions(0.3))
+    with pytest.raises(ValueError, match=f"{name} must be (int64|float32)"):
+        get_backend("cpp").attention_fwd(call, False, False)

@@ -10,7 +10,7 @@ SAY = @echo "make:"
 # Ninja prints its progress, such as [12/53]. With FUSED_ATTN_CUDA=1, this also builds the CUDA module.
 BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
 
-# Pin the versions that pip installs, also in isolated build environments. Targets that need other
+# Pin the versions that pip installs, including in isolated build environments. Targets that need other
 # versions unset PIP_CONSTRAINT.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)

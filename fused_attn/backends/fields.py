@@ -29,8 +29,8 @@ def check_fields(known: Iterable[str]) -> None:
     if unknown:
         names = ", ".join(sorted(unknown))
         raise ImportError(
-            f"the compiled module was built from other sources and does not read the call fields "
-            f"{names}: rebuild it"
+            f"the compiled module was built from another version of the sources and does not read "
+            f"the call fields {names}: rebuild it"
         )
 
 

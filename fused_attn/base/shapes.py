@@ -97,7 +97,7 @@ def _fit_heads(
             raise ValueError(f"value must have num_heads_kv {heads_k} (like key), got {heads_v}")
         if heads_k == 0 or heads % heads_k:
             raise ValueError(
-                f"key must have num_heads_kv that divides num_heads {heads} (of query), "
+                f"num_heads_kv of key must divide num_heads of query, {heads}, "
                 f"got {heads_k}{_layout_hint(query, key)}"
             )
         return query, key, value

@@ -74,7 +74,7 @@ def check_heads(name: str, query: Tensor, key: Tensor) -> None:
     num_heads, num_heads_kv = query.shape[1], key.shape[1]
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(
-            f"{name} must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"num_heads_kv of {name} must divide num_heads of query, {num_heads}, "
             f"got {num_heads_kv}"
         )
 

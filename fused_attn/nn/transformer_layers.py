@@ -36,9 +36,9 @@ class _Layer(FromTorch):
         for name in ("_sa_block", "_mha_block", "_ff_block"):
             if name in cls.__dict__:
                 raise TypeError(
-                    f"{cls.__name__} must not override {name}, which it never calls: dropout and "
-                    "residual are fused into the norm; override _self_attend, _cross_attend or "
-                    "_feed_forward, which return the sublayer before dropout"
+                    f"{cls.__name__} must not override {name}, which is never called, because "
+                    "dropout and the residual sum are fused into the norm: override _self_attend, "
+                    "_cross_attend or _feed_forward, which return the output before dropout"
                 )
 
     def _self_attend(

@@ -208,7 +208,7 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
     total, weight, mean, rstd = call.input, call.weight, work.mean, work.rstd
     grads = work.grad_out, work.grad_total
     if total.dim() == 0 or any(t is not None and t.shape != total.shape for t in grads):
-        raise ValueError("total and the gradients must have the same shape (*, columns)")
+        raise ValueError("total, grad_out and grad_total must have the same shape (*, columns)")
     statistics = (rstd,) if call.options.rms else (mean, rstd)
     if any(t.shape != (call.rows,) for t in statistics) or (
         weight is not None and weight.shape != total.shape[-1:]
@@ -240,8 +240,7 @@ def _check_attention(call: AttentionCall) -> None:
         )
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(
-            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
-            f"got {num_heads_kv}"
+            f"num_heads_kv of key must divide num_heads of query, {num_heads}, got {num_heads_kv}"
         )
     batch, seqlen_q, seqlen_k = call.sizes()
     check_length(seqlen_q, seqlen_k)

@@ -247,7 +247,7 @@ def _isa() -> str:
 
 
 def _unavailable(backend: str) -> list[str]:
-    """Return why a backend cannot run here; of cpp, also if FUSED_ATTN_CPU_ISA is unsupported."""
+    """Return why a backend cannot run here; for cpp, also why FUSED_ATTN_CPU_ISA is rejected."""
     reasons = get_backend(backend).unavailable()
     if backend == "cpp" and not reasons:
         try:

@@ -46,7 +46,7 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ranges_of_document_ids(batch, seqlen):
-    """Ranges of document ids are exact, also if all sequences share one row of ids."""
+    """Ranges of document ids are exact, even if all sequences share one row of ids."""
     sequences = 3
     generator = torch.Generator().manual_seed(seqlen)
     ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]

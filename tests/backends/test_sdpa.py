@@ -29,7 +29,7 @@ def fresh_choice():
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
-    """Outputs and gradients match eager attention up to rounding, also if the mask is cached."""
+    """Outputs and gradients match eager attention up to rounding, even if the mask is cached."""
     mask = MASKS[name](*SHAPE[:4])
     results = []
     for backend in ("sdpa", "eager"):

@@ -205,7 +205,7 @@ def test_groups(name, repeated):
 
 
 def test_gradient_of_expanded_leaves():
-    """The gradient of an expanded tensor has its shape, with a value for each head."""
+    """The gradient of an expanded tensor has the expanded shape: heads are not summed."""
     q = torch.randn(2, 5, HEADS, DIM)
     key, value = (torch.randn(2, 7, 1, DIM).expand(-1, -1, HEADS, -1) for _ in range(2))
     key.requires_grad_()

@@ -83,7 +83,7 @@ def mask_tensor(name, kind, device, dtype):
 @pytest.mark.parametrize("kind", ["bool", "float", "float32"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_mask_tensors(name, kind, dtype, backend):
-    """Masks of any layout are within the numerics contract, also in float32 for 16-bit queries."""
+    """Masks of any layout meet the numerics contract, even in float32 for 16-bit queries."""
     mask = functools.partial(mask_tensor, name, kind)
     assert_judged(attention(mask), qkv(), dtype, backend)
 
@@ -135,7 +135,7 @@ def test_rows_without_visible_keys(name, dtype, backend):
     [(1, 1), (3, 3), (20, 20), (36, 36), (100, 100), (192, 192), (256, 256), (40, 24), (64, 100)],
 )
 def test_head_dim(head_dim, head_dim_v, mask, dtype, backend):
-    """Head dimensions up to 256 are within the numerics contract, also if head_dim_v differs."""
+    """Head dimensions up to 256 meet the numerics contract, even if head_dim_v differs."""
     assert_judged(attention(mask), qkv(head_dim, head_dim_v), dtype, backend)
 
 
@@ -150,7 +150,10 @@ def low(tensors):
 @pytest.mark.parametrize("seqlen_k", [64, 192, 320])
 @pytest.mark.parametrize("kind", ["bool", "float", "padding"])
 def test_lengths_that_cudnn_computes_wrongly(kind, seqlen_k, dtype, backend):
-    """Masked calls with a low lse are right: https://github.com/pytorch/pytorch/issues/196678."""
+    """Masked calls with a very negative lse have correct results, where cuDNN has wrong ones.
+
+    https://github.com/pytorch/pytorch/issues/196678
+    """
     made = {
         "bool": lambda device, dtype: torch.ones(
             128, seqlen_k, dtype=torch.bool, device=device

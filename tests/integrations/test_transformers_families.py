@@ -203,9 +203,9 @@ def test_arguments_that_change_nothing_are_ignored(calls):
 
 
 def test_packed_sequences_may_be_told_twice():
-    """Packed sequences may have both position_ids and cu_seqlens, which data collators pass.
+    """Packed calls may pass cu_seq_lens_q and _k besides position_ids, as data collators do.
 
-    Without position_ids, cu_seqlens are refused.
+    Without position_ids, cu_seq_lens are refused.
     """
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]

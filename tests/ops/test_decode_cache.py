@@ -266,7 +266,7 @@ def _arguments(**changes):
         ({"key": torch.zeros(2, 2, 3, 4)}, r"key must have shape \(2, 2, 3, 8\), got"),
         ({"value": torch.zeros(2, 2, 2, 8)}, r"value must have shape \(2, 2, 3, 8\), got"),
         ({"query": torch.zeros(2, 4, 3)}, "query must have 4 dimensions"),
-        ({"query": torch.zeros(2, 3, 3, 8)}, "num_heads_kv that divides num_heads 3"),
+        ({"query": torch.zeros(2, 3, 3, 8)}, "must divide num_heads of query, 3"),
         ({"query": torch.zeros(1, 4, 3, 8)}, r"key must have shape \(1, 2, 3, 8\), got"),
         (
             {"query": torch.zeros(1, 4, 3, 8), "key": None, "value": None},

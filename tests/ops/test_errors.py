@@ -65,7 +65,7 @@ CASES = {
     ),
     "gqa_heads": (
         lambda: sdpa(query=torch.randn(2, 6, 5, 8), enable_gqa=True),
-        ValueError, "key must have num_heads_kv that divides num_heads 6 (of query), got 4",
+        ValueError, "num_heads_kv of key must divide num_heads of query, 6, got 4",
     ),
     "gqa_value_heads": (
         lambda: sdpa(value=torch.randn(2, 2, 7, 8), enable_gqa=True),

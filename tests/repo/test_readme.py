@@ -94,7 +94,7 @@ def test_values_of_environment_variables_are_listed():
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
 def test_figures_are_those_of_the_results(name, monkeypatch):
-    """The generated results on the page are those that `python benchmarks/report.py` writes."""
+    """The results on the page match the output of `python benchmarks/report.py`."""
     pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import report

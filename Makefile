@@ -20,7 +20,7 @@ NO_INSTALL = { echo "make: pip install failed (see above). If the package index 
 	network or set PIP_INDEX_URL to a mirror." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test x86-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -193,6 +193,26 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt-g
 	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
+
+# Without such a CPU: tests/x86_emulator has the instructions. The first tests select each instruction
+# set themselves, the last run on one that FUSED_ATTN_CPU_ISA names.
+X86 = build/x86_emulator
+X86_TESTS ?= $(addprefix tests/ops/test_,batch_invariance.py decode.py few_queries.py isas.py \
+	peaked_rows.py rotary.py tile_gradients.py varlen.py)
+X86_PYTHON = PYTHONPATH="$(CURDIR)/$(X86)/site" OMP_NUM_THREADS=1 $(BIN)/python -P
+X86_PYTEST = $(X86_PYTHON) -m pytest -q -p no:cacheprovider -m "not thorough" -k "not triton and not cuda"
+x86-test: $(VENV)/installed ## compile the AVX-512 and AMX kernels for AVX2, and test them
+	$(SAY) "the kernels, the first time: MINUTES of one core; the tests: MINUTES"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -S . -B $(X86) -G Ninja --log-level=WARNING \
+		-DFUSED_ATTN_EMULATED=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build $(X86)
+	@rm -rf $(X86)/site && mkdir $(X86)/site && cp -r fused_attn $(X86)/site && rm -f $(X86)/site/fused_attn/*.so
+	@$(BIN)/cmake --install $(X86) --prefix $(X86)/site > /dev/null
+	@$(X86_PYTHON) -c 'from fused_attn import _cpu; assert "/$(X86)/" in _cpu.__file__, _cpu.__file__'
+	$(X86_PYTEST) $(X86_TESTS)
+	for isa in avx512 avx512_bf16 amx; do FUSED_ATTN_CPU_ISA=$$isa $(X86_PYTEST) \
+		tests/ops/test_attention.py tests/ops/test_norm.py || exit 1; done
 
 # In qemu, tests take a hundred times as long as on a CPU. ARM_TESTS selects other test files.
 ARM = build/aarch64

@@ -33,6 +33,7 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
+#if !defined(FUSED_ATTN_EMULATED)  // otherwise tests/x86_emulator defines these functions
 // Loads a tile whose rows are `stride` bytes apart.
 template <int kTile>
 FUSED_ATTN_INLINE void tile_load(const void* tile, int64_t stride = 64) {
@@ -72,6 +73,15 @@ FUSED_ATTN_INLINE void tile_multiply_bfloat16() {
 template <int kSum, int kLeft, int kRight>
 FUSED_ATTN_INLINE void tile_multiply_half() {
   asm volatile("tdpfp16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
+}
+#endif
+
+// Hides the value of a vector from the compiler, which would reload a constant at each use, and
+// would turn a loop that stores zeros into memset.
+template <class V>
+FUSED_ATTN_INLINE V in_register(V x) {
+  asm("" : "+v"(x));
+  return x;
 }
 #endif
 

@@ -39,11 +39,8 @@ inline void list_rows(const T* head, int64_t stride, int64_t begin, int64_t n, i
 // Zeroes `count` floats with vector stores. The compiler would turn memset into a string
 // instruction, which takes about a hundred cycles to start.
 inline void clear(float* at, int64_t count) {
-  for (int64_t e = 0; e < count; e += 16) {
-    Vec<float> zero{};
-    asm volatile("" : "+v"(zero));
-    store(at + e, zero);
-  }
+  const Vec<float> zero = in_register(Vec<float>{});
+  for (int64_t e = 0; e < count; e += 16) store(at + e, zero);
 }
 
 constexpr int kInfinityOrNan = 0x99;  // operand of vfpclassps

@@ -150,12 +150,6 @@ class TableWeights {
   FUSED_ATTN_INLINE void end(float* rounded, float*) const { _mm512_store_ps(rounded, rounded_); }
 
  private:
-  template <class V>
-  static FUSED_ATTN_INLINE V in_register(V x) {
-    asm("" : "+v"(x));
-    return x;
-  }
-
   FUSED_ATTN_INLINE __m512i to_int(__m512 steps) const {
     return _mm512_sub_epi32(_mm512_castps_si512(steps), round_);
   }

@@ -202,7 +202,7 @@ X86_TESTS ?= $(addprefix tests/ops/test_,batch_invariance.py decode.py few_queri
 X86_PYTHON = PYTHONPATH="$(CURDIR)/$(X86)/site" OMP_NUM_THREADS=1 $(BIN)/python -P
 X86_PYTEST = $(X86_PYTHON) -m pytest -q -p no:cacheprovider -m "not thorough" -k "not triton and not cuda"
 x86-test: $(VENV)/installed ## compile the AVX-512 and AMX kernels for AVX2, and test them
-	$(SAY) "the kernels, the first time: MINUTES of one core; the tests: MINUTES"
+	$(SAY) "the kernels, the first time: 6 minutes of one core; the tests: about 20"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -S . -B $(X86) -G Ninja --log-level=WARNING \
 		-DFUSED_ATTN_EMULATED=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"

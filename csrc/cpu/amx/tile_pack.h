@@ -137,17 +137,19 @@ class AnyRows {
     }
   }
 
-  // Splits like TileFormat::split(), but stores infinity and NaN in the first part only, because
-  // the remainder inf - inf would be NaN.
+  // Splits like TileFormat::split(), but stores infinity and NaN in the last part only: the
+  // remainder inf - inf would be NaN. The last part is multiplied only by first parts, which are
+  // not 0 unless the number is. Later parts often are, and 0 * inf is NaN.
   static void split(__m512 x, Vec32* parts) {
     F::split((Vec<float>)x, parts);
     const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
     if (__builtin_expect(odd == 0, 1)) return;
-    const __m512i quiet = _mm512_or_si512((__m512i)x, _mm512_set1_epi32(0x10000));
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    parts[0] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[0], nan, quiet);
-    for (int p = 1; p < F::kParts; ++p) {
-      parts[p] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[p], odd, _mm512_setzero_si512());
+    const __m512i quiet = _mm512_or_si512((__m512i)x, _mm512_set1_epi32(0x10000));
+    const __m512i whole = _mm512_mask_mov_epi32((__m512i)x, nan, quiet);
+    for (int p = 0; p < F::kParts; ++p) {
+      const __m512i part = p == F::kParts - 1 ? whole : _mm512_setzero_si512();
+      parts[p] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[p], odd, part);
     }
   }
 

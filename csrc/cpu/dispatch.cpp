@@ -33,7 +33,7 @@ namespace fused_attn {
 
 namespace {
 
-bool runs_generic(bool = false) { return true; }
+[[maybe_unused]] bool runs_generic(bool = false) { return true; }
 #if defined(__aarch64__)
 bool runs_neon(bool = false) { return true; }  // all 64-bit ARM CPUs support NEON
 
@@ -122,7 +122,7 @@ bool runs_tdpfp16ps() {
 
 // Some hypervisors hide feature bits; one Granite Rapids machine did not report this one. If the
 // user selects amx_fp16 by name, the instruction itself is tried.
-bool runs_amx_fp16(bool by_name) {
+[[maybe_unused]] bool runs_amx_fp16(bool by_name) {
   if (!runs_amx()) return false;
   if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
 #if defined(__linux__)

@@ -4,6 +4,10 @@
 #include "cpu/simd/simd.h"
 #include "cpu/workspace_pool.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace fused_attn {
 namespace {
 
@@ -19,7 +23,14 @@ class Arena {
   template <class T>
   T* take(int64_t count) {
     T* const part = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    const int64_t size = count * static_cast<int64_t>(sizeof(T));
+    used_ += (size + kGap + 63) / 64 * 64;
+#if defined(__SANITIZE_ADDRESS__)
+    if (part != nullptr) {
+      char* const end = reinterpret_cast<char*>(part) + size;
+      __asan_poison_memory_region(end, base_ + used_ - end);
+    }
+#endif
     return part;
   }
 
@@ -36,6 +47,12 @@ class Arena {
   }
 
  private:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t kGap = 64;  // after each part, and reported by ASan if it is accessed
+#else
+  static constexpr int64_t kGap = 0;
+#endif
+
   char* base_ = nullptr;
   int64_t used_ = 0;
 };

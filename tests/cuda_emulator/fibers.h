@@ -3,6 +3,10 @@
 
 #include <sys/mman.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -99,6 +103,10 @@ class Stacks {
     // Staggers the stacks, so that equal stack depths of different threads map to different cache
     // sets.
     const size_t spread = size_t{2112} * thread % kSpread / 64 * 64;
+#if defined(__SANITIZE_ADDRESS__)
+    // The last fiber on this stack did not return, so its frames are still poisoned.
+    __asan_unpoison_memory_region(base_ + thread * kSize + kGuard, kSize - kGuard);
+#endif
     start_context(context, base_ + thread * kSize + kGuard, kSize - kGuard - spread, entry);
   }
 

@@ -29,7 +29,7 @@ from fused_attn.base import philox
 from fused_attn.tools import contract
 from fused_attn.tools.rounding import Expected
 
-if os.environ.get("CUDA_EMULATED") == "1":
+if os.environ.get("CUDA_EMULATED", "0") != "0":
     cuda_emulation.use()
 
 # Backends with kernels of this package. test_sdpa.py tests the backends that call torch.

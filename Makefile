@@ -20,7 +20,7 @@ NO_INSTALL = { echo "make: pip install failed (see above). If the package index 
 	network or set PIP_INDEX_URL to a mirror." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test x86-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test x86-test sanitize arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -193,6 +193,11 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt-g
 	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
+
+# SANITIZE="address planted" runs only these checks.
+sanitize: env ## run the kernel tests under ASan, UBSan and TSan, for CPUs and in the emulator of CUDA
+	$(SAY) "instrumented kernels and their tests, an hour or two on two cores"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/sanitize.py $(SANITIZE)
 
 # Without such a CPU: tests/x86_emulator has the instructions. The first tests select each instruction
 # set themselves, the last run on one that FUSED_ATTN_CPU_ISA names.

@@ -45,15 +45,12 @@ class Backend:
             Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
             keys and values that are masked for every query may reach the results. Modules need
             neither avoid torch's inference fast paths nor pack sequences for this backend.
-        reads_tables: True if the backend reads `MaskSpec.intervals` and `MaskSpec.bits`. For other
-            backends, they become a part of `dense`.
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     accepts_unchecked: ClassVar[bool] = False
     wraps_torch: ClassVar[bool] = False
-    reads_tables: ClassVar[bool] = False
 
     def verifying(self) -> AbstractContextManager[None]:
         """Return a context in which `fused-attn verify` makes its many kinds of calls."""

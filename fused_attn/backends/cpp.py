@@ -55,7 +55,6 @@ class CppBackend(Backend):
 
     name = "cpp"
     accepts_unchecked = _cpu is not None
-    reads_tables = True
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]

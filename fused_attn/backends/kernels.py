@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
+from fused_attn.masks.tables import without_tables
 
 
 class KernelBackend(Backend):
@@ -44,19 +46,19 @@ class KernelBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        outputs = call.outputs(for_backward)
+        call, outputs = readable(call), call.outputs(for_backward)
         self.attention_host().attention_fwd(call, outputs)
         return outputs
 
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
-        grads = work.call.gradients(work.needs_bias)
+        work, grads = work._replace(call=readable(work.call)), work.call.gradients(work.needs_bias)
         self.attention_host().attention_bwd(work, grads)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(average)
+        call, weights = readable(call), call.weights(average)
         self.attention_host().attention_weights(call, lse, lse_residual, average, weights)
         return weights
 
@@ -69,3 +71,9 @@ class KernelBackend(Backend):
         grads = work.call.gradients(work.needs_weight, work.needs_bias)
         self.norm_host().norm_bwd(work, grads)
         return grads
+
+
+def readable(call: AttentionCall) -> AttentionCall:
+    """Return the call without the tables of masks, which only the kernels for CPUs read."""
+    mask = without_tables(call.mask, call.sizes()[2])
+    return call if mask is call.mask else replace(call, mask=mask)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fused_attn.base.torch_state import is_intercepted
 from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
-from fused_attn.masks.tables import packed
+from fused_attn.masks.tables import packed, shown_by_intervals
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int, int]
@@ -138,18 +138,30 @@ def recognized(
         shape: (batch, num_heads, seqlen_q, seqlen_k).
         device: device of the visible keys.
     """
-    table = _intervals(visible, used)
-    if table is not None:
-        structure = None
-        if bool((table == table[:, :1]).all()):
-            structure = _structure(table[:, 0, :, 0], table[:, 0, :, 1], shape)
-        if structure is not None:
-            return structure
-        if device.type == "cpu":
-            return Mask(intervals=(table,))
-    if device.type == "cpu":
-        return Mask(bits=(torch.cat([packed(visible(r)) for r in row_blocks(used)], dim=2),))
-    return Mask(dense_masks=(torch.cat([visible(r) for r in row_blocks(used)], dim=2),))
+    tables: list[Tensor] = []
+    dense: list[Tensor] = []  # or bits, if the keys of some query are not consecutive
+    on_cpu = device.type == "cpu"
+    for rows in row_blocks(used):
+        seen = visible(rows)
+        table = None if dense else _intervals(seen)
+        if table is not None:
+            tables.append(table)
+            continue
+        before = [shown_by_intervals(t, shape[3]) for t in tables]
+        dense += [packed(part) if on_cpu else part for part in (*before, seen)]
+        tables = []
+    if dense:
+        whole = torch.cat(dense, dim=2)
+        return Mask(bits=(whole,)) if on_cpu else Mask(dense_masks=(whole,))
+    table = torch.cat(tables, dim=2)
+    structure = None
+    if bool((table == table[:, :1]).all()):
+        structure = _structure(table[:, 0, :, 0], table[:, 0, :, 1], shape)
+    if structure is not None:
+        return structure
+    if on_cpu:
+        return Mask(intervals=(table,))
+    return Mask(dense_masks=(shown_by_intervals(table, shape[3]),))
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
@@ -217,22 +229,17 @@ def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> 
 # ---- recognition --------------------------------------------------------------------------------
 
 
-def _intervals(visible: Callable[[range], Tensor], shape: Shape) -> Tensor | None:
-    """Return `MaskSpec.intervals`, with [0, 0) for a query without visible keys.
+def _intervals(seen: Tensor) -> Tensor | None:
+    """Return the visible keys of some rows as `MaskSpec.intervals`.
 
     Returns None if the visible keys of a query are not consecutive.
     """
-    tables = []
-    for rows in row_blocks(shape):
-        seen = visible(rows)
-        # A bool sum of int64 takes seven times as long (torch 2.13).
-        starts = (seen[..., 1:] > seen[..., :-1]).sum(-1, dtype=torch.int32)
-        if bool((seen[..., 0] + starts > 1).any()):
-            return None
-        first = seen.to(torch.uint8).argmax(-1)
-        end = first + seen.sum(-1, dtype=torch.int32)
-        tables.append(torch.stack([first, end], dim=-1))
-    return torch.cat(tables, dim=2)
+    # A bool sum of int64 takes seven times as long (torch 2.13).
+    starts = (seen[..., 1:] > seen[..., :-1]).sum(-1, dtype=torch.int32)
+    if bool((seen[..., 0] + starts > 1).any()):
+        return None
+    first = seen.to(torch.uint8).argmax(-1)
+    return torch.stack([first, first + seen.sum(-1, dtype=torch.int32)], dim=-1)
 
 
 def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:

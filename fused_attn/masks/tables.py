@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TABLES = ("intervals", "bits")  # fields of a MaskSpec
 WORD = 64  # bits of a word of `MaskSpec.bits`
 
 
@@ -28,6 +29,12 @@ def shown_by_intervals(intervals: Tensor, seqlen_k: int) -> Tensor:
     """Return the keys that `MaskSpec.intervals` show, bool (*, seqlen_q, seqlen_k)."""
     key = torch.arange(seqlen_k, device=intervals.device)
     return (key >= intervals[..., :1]) & (key < intervals[..., 1:])
+
+
+def refuse_tables(spec: Any, what: str) -> None:
+    """Raise NotImplementedError if a MaskSpec has tables, which `without_tables` converts."""
+    if any(getattr(spec, name) is not None for name in TABLES):
+        raise NotImplementedError(f"{what} does not read the tables of masks")
 
 
 def without_tables(spec: Any, seqlen_k: int, *, intervals: bool = True) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable, savable, statistics_dtype
-from fused_attn.masks.fields import refuse_unknown_fields
+from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import recall, recall_on_tensor
@@ -170,8 +170,8 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
     """Return True if every query row has a visible key, as known without reading tensor values."""
-    tables = (spec.bias, spec.dense, spec.key_mask, spec.bounds, spec.query_documents)
-    if any(table is not None for table in tables):
+    others = TENSORS.keys() - {"slopes"}  # which add to the scores, but mask nothing
+    if any(getattr(spec, name) is not None for name in others):
         return False
     if spec.band_lo <= -UNLIMITED:
         return spec.band_hi >= 0

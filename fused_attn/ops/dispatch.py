@@ -27,7 +27,6 @@ from fused_attn.call.handlers import (
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
-from fused_attn.masks.tables import without_tables
 from fused_attn.ops import autograd
 from fused_attn.ops import library as ops
 from fused_attn.ops.seeds import new_seed
@@ -149,7 +148,7 @@ def run_attention(
     call: AttentionCall, backend: Backend, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Run a validated call on a backend and return out and lse, which may be None if not wanted."""
-    call = for_backend(_seeded(call, backend), backend)
+    call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
         assert outputs is not None  # validated calls are not refused
@@ -172,7 +171,7 @@ def run_weights(call: AttentionCall, average: bool, backend: Backend) -> tuple[T
     """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
     if counting and not torch.compiler.is_compiling():
         _count(backend, call.query, call.key, call.mask)
-    call = for_backend(_seeded(call, backend), backend)
+    call = _seeded(call, backend)
     if backend.differentiable:
         return backend.attention_with_weights(call, average)
     call = _kernel_layout(call, backend)
@@ -275,14 +274,6 @@ def _seeded(call: Any, backend: Backend) -> Any:
     if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
     return with_options(call, seed=new_seed(call.tensors()[0].device))
-
-
-def for_backend(call: AttentionCall, backend: Backend) -> AttentionCall:
-    """Return the call with a mask whose fields the backend reads."""
-    if backend.reads_tables:
-        return call
-    mask = without_tables(call.mask, call.sizes()[2])
-    return call if mask is call.mask else replace(call, mask=mask)
 
 
 def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:

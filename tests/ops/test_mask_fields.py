@@ -13,6 +13,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
 from fused_attn.masks.spec import BOUNDS, MaskSpec
+from fused_attn.masks.tables import TABLES
 
 CPU = torch.device("cpu")
 New = make_dataclass("New", [("gates", torch.Tensor | None, None)], bases=(MaskSpec,), eq=False)
@@ -39,6 +40,26 @@ def test_refused(name):
     reader(New(band_hi=0))  # the field is there, but not set
     with pytest.raises(NotImplementedError, match="masks with gates"):
         reader(New(band_hi=0, gates=torch.ones(2)))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_triton_reads_or_refuses_each_tensor(name):
+    sizes = {"b": 2, "h": 3, "q": 5, "k": 7, "w": 1}
+    shape = [int(d) if d.isdigit() else sizes[d.lower()] for d in TENSORS[name]]
+    tensor = torch.zeros(shape, dtype=torch.bool if "mask" in name else torch.int64)
+    if name in TABLES:
+        with pytest.raises(NotImplementedError, match="tables of masks"):
+            with_triton()(MaskSpec(**{name: tensor}))
+    else:
+        with_triton()(MaskSpec(**{name: tensor}))
+
+
+def test_rows_that_tables_mask_are_known_to_torch():
+    """Rows that a table masks entirely are not passed to torch's kernels, which may give NaN."""
+    nothing = torch.zeros(1, 1, 5, 2, dtype=torch.int64)
+    for spec in (MaskSpec(intervals=nothing), MaskSpec(bits=nothing[..., :1])):
+        arguments = torch_arguments.torch_arguments(spec, (2, 3, 5, 7), torch.empty(0))
+        assert arguments.empty is not None and bool(arguments.empty.all())
 
 
 def test_flash_gets_no_band():

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_attn.backends import verdicts
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
-from fused_attn.backends.kernels import KernelBackend
+from fused_attn.backends.kernels import KernelBackend, readable
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
@@ -55,7 +55,7 @@ class CudaBackend(KernelBackend):
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        return attention.attention_decode(call, update)
+        return attention.attention_decode(readable(call), update)
 
 
 def _kernel_files() -> Iterator[Path]:

@@ -13,6 +13,7 @@ from fused_attn.backends.triton.tiles import Summaries
 from fused_attn.base.layout import kernel_strides
 from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.tables import TABLES, refuse_tables
 
 _CONTIGUOUS_ROWS = ("query_documents", "key_documents")
 
@@ -24,11 +25,12 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
         words: the dense mask as bits; not needed by kernels that classify tiles.
     """
     refuse_unknown_fields(spec, "triton")
+    refuse_tables(spec, "triton")
     if words is None and all(getattr(spec, name) is None for name in TENSORS):
         return NoMask()
     fields: dict[str, Any] = {}
     for name, dimensions in TENSORS.items():
-        if name == "dense":
+        if name in ("dense", *TABLES):
             continue
         tensor = getattr(spec, name)
         if tensor is not None and tensor.dtype == torch.bool:

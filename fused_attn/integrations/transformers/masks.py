@@ -171,13 +171,7 @@ def attention_mask(
     keys = _key_mask(attention_mask, kv_length, kv_offset) if readable else None
     mask: Mask | None = None
     if structure is None:
-        if (
-            readable
-            and q_length > 1
-            and torch.device(device).type == "cpu"
-            and not is_intercepted()
-        ):
-            mask = recognized(visible, shape, shape, torch.device(device))
+        pass
     elif _all_visible(structure, shape, q_offset, kv_offset):
         if not adds or (keys is None and allow_is_bidirectional_skip):
             return keys
@@ -185,6 +179,9 @@ def attention_mask(
     elif q_length > 1 or adds:
         # For a single query, the dense tensor is only a key mask, which is as cheap as a Mask.
         mask = _mask(structure, shape, q_offset, kv_offset, device)
+    on_cpu = torch.device(device).type == "cpu" and not is_intercepted()
+    if mask is None and readable and on_cpu and q_length > 1:
+        mask = recognized(visible, shape, shape, torch.device(device))
     if mask is None:
         return own()
     if keys is not None:
@@ -367,7 +364,7 @@ def _united(
         return None
     tables = [_interval(part, shape, q_offset, kv_offset) for part in parts]
     known = [table for table in tables if table is not None]
-    if len(known) < len(tables):
+    if not known or len(known) < len(tables):
         return None
     total = known[0]
     for own in known[1:]:
@@ -391,7 +388,7 @@ def _interval(
     position = torch.arange(shape[2]) + (q_offset - kv_offset)  # in keys
     left = UNLIMITED if structure.left == -1 else structure.left
     right = UNLIMITED if structure.right == -1 else structure.right
-    lo, hi = (position - left).clamp(min=0), (position + right + 1).clamp(max=kv_length)
+    lo, hi = ((position + at).clamp(0, kv_length) for at in (-left, right + 1))
     lo, hi = lo[None], hi[None]
     for ids in structure.blocks:
         ids = ids[:, kv_offset : kv_offset + kv_length].cpu()

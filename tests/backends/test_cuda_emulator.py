@@ -179,7 +179,8 @@ def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[s
     """Assert that each message names both lines of a race, in either order."""
     first, second = map(lines_of, lines)
     pattern = re.compile(
-        rf"{kernel} of .*: check_kernels.cpp:(\d+): block \d+, thread \d+: (race: .*) "
+        rf"{kernel} could not be launched with .*: check_kernels.cpp:(\d+): "
+        r"block \d+, thread \d+: (race: .*) "
         r"\(shared address \d+; the other: (?:thread|warp) \d+, line (\d+)\)"
     )
     for message in messages:
@@ -258,7 +259,10 @@ MISTAKES = {
 def test_mistakes(module: ModuleType, mistake: str) -> None:
     line, said = MISTAKES[mistake]
     for message in errors(lambda: pairs(module, mistake)):
-        start = f"pairs of .*: check_kernels.cpp:{line_of(line)}: block 0, thread \\d+: "
+        start = (
+            "pairs could not be launched with .*: "
+            f"check_kernels.cpp:{line_of(line)}: block 0, thread \\d+: "
+        )
         assert re.fullmatch(start + said, message), message
     assert pairs(module).ne(0).all()
 

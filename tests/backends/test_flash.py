@@ -114,9 +114,9 @@ def results(function, arguments, options, backend, want_lse, gradients):
 REASONS = (
     "different lengths",
     "last queries",
-    "last query and key",
+    "for the last query",
     "not this mask",
-    "ends of the",
+    "bottom right",
     "to seqlen_k",
 )
 

@@ -186,7 +186,7 @@ def test_only_visible_keys_are_received(mask, most):
 
 def test_shardings_are_partitions():
     for wrong, message in (
-        ([[range(3)], [range(4, 6)]], "position 3 is missing"),
+        ([[range(3)], [range(4, 6)]], "but 3 is missing"),
         ([[range(3)], [range(2, 6)]], "2 is repeated"),
     ):
         with pytest.raises(ValueError, match=message):

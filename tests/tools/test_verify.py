@@ -249,7 +249,7 @@ def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
     monkeypatch.setattr(verdicts, "store", store)
     path = tmp_path / "report.json"
     status, _, err = command("--backend", "stand_in", "--json", str(path))
-    assert status == cli.USAGE and "not stored: read-only" in err
+    assert status == cli.USAGE and "could not be stored: read-only" in err
     assert json.loads(path.read_text())["backends"]["stand_in"]["checks"] >= 6
 
 

@@ -26,6 +26,7 @@ from fused_attn.backends.triton.spec_args import mask_args
 from fused_attn.backends.triton.tiles import query_tiles
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
+from fused_attn.masks.tables import without_tables
 
 SHAPE = (3, 2, 77, 300)  # batch, num_heads, seqlen_q, seqlen_k
 SKIP, PARTIAL, FULL = 0, 1, 2
@@ -63,12 +64,13 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 
 
 def check_kinds(mask):
-    spec = normalize(mask, *SHAPE, torch.empty(0))
+    spec = without_tables(normalize(mask, *SHAPE, torch.empty(0)), SHAPE[3])
     wanted, (block_m, block_n) = tile_kinds(spec, *SHAPE, torch.float32)
     # A last block that has fewer keys may be full for the CPU, which loads no others.
     ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
     spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))
+    spec = without_tables(spec, SHAPE[3])
     got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), block_m, block_n, DEVICE).cpu()
     assert torch.equal(got.expand_as(wanted), wanted)
     return got

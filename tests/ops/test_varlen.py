@@ -218,7 +218,7 @@ def test_nothing_at_all():
         ({"max_seqlen_k": 5}, ValueError, r"in \[0, 5\], got \[6, 6\]"),
         ({"query": torch.zeros(1, 5, 2, 8)}, ValueError, "query must have 3 dimensions"),
         ({"value": torch.zeros(6, 1, 8)}, ValueError, "value must have num_heads_kv 2"),
-        ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "divides"),
+        ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "must divide"),
     ],
 )  # fmt: skip
 def test_errors(change, error, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,8 @@ def without_tables(spec: Any, seqlen_k: int, *, intervals: bool = True) -> Any:
         shown.append(shown_by_intervals(spec.intervals, seqlen_k))
     if not shown:
         return spec
-    dense = shown[0] if spec.dense is None else shown[0] & spec.dense
-    for table in shown[1:]:
-        dense = dense & table
-    kept = None if intervals else spec.intervals
+    shown += [] if spec.dense is None else [spec.dense]
+    dense, kept = functools.reduce(torch.logical_and, shown), None if intervals else spec.intervals
     return replace(spec, dense=dense, dense_summary=None, bits=None, intervals=kept)
 
 

@@ -121,8 +121,8 @@ def attention_mask(
     Returns:
         None if every key is visible. For padding alone and for a single query, a bool tensor
         (batch, 1, 1, kv_length). For causal, sliding-window, chunked and packed attention, with or
-        without padding, a `ModelMask`. In all other cases, and if the model needs a tensor, the
-        bool tensor (batch, 1, q_length, kv_length) of transformers. Models that support only eager
+        without padding, a `ModelMask`; on a CPU also for all other functions. Otherwise, the bool
+        tensor (batch, 1, q_length, kv_length) of transformers. Models that support only eager
         attention get a float mask wherever eager attention gets one.
     """
     if isinstance(attention_mask, ModelMask):
@@ -170,13 +170,11 @@ def attention_mask(
         return own()
     keys = _key_mask(attention_mask, kv_length, kv_offset) if readable else None
     mask: Mask | None = None
-    if structure is None:
-        pass
-    elif _all_visible(structure, shape, q_offset, kv_offset):
+    if structure is not None and _all_visible(structure, shape, q_offset, kv_offset):
         if not adds or (keys is None and allow_is_bidirectional_skip):
             return keys
         mask = Mask()
-    elif q_length > 1 or adds:
+    elif structure is not None and (q_length > 1 or adds):
         # For a single query, the dense tensor is only a key mask, which is as cheap as a Mask.
         mask = _mask(structure, shape, q_offset, kv_offset, device)
     on_cpu = torch.device(device).type == "cpu" and not is_intercepted()

@@ -30,7 +30,7 @@ from fused_attn.call.calls import (
     with_options,
 )
 from fused_attn.call.options import AttentionOptions, NormOptions
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import normalize
 
 BACKEND = get_backend("triton")
 
@@ -71,9 +71,10 @@ def attention(
     if packed:
         cu_seqlens = torch.tensor([0, 100, LENGTH])
         query, key, value = query[:1], key[:1], value[:1]
-        spec = MaskSpec(
-            *normalize(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query).flat()[:9],
-            cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
+        spec = replace(
+            normalize(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query),
+            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
     offsets = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None

@@ -20,7 +20,7 @@ NO_INSTALL = { echo "make: pip install failed (see above). If the package index 
 	network or set PIP_INDEX_URL to a mirror." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test x86-test sanitize arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	fuzz clang-test x86-test sanitize arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -161,15 +161,13 @@ test-draws: env ## run the numerics tests with DRAWS other seeds, each with thre
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# This takes several hours on one core.
-RANDOM = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/random_problems.py
-PROBLEMS ?= 20000
-random-problems: env emulator ## check random problems, half of them sensitive to rounding, against the numerics contract
-	@failed=0; isas=$$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); \
-	for dtype in float32 float64 bfloat16 float16; do \
-		$(RANDOM) --isa $$isas --dtype $$dtype --problems $(PROBLEMS) || failed=1; done; \
-	CUDA_EMULATED=1 $(RANDOM) --backend cuda --problems $$(($(PROBLEMS) / 4)) || failed=1; \
-	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
+# Cases that fail are printed as commands and added to tests/fuzz_corpus.txt.
+FUZZ = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --minutes $(MINUTES)
+MINUTES ?= 60
+fuzz: env emulator ## search random calls for results outside the numerics contract, MINUTES on each backend
+	@failed=0; $(FUZZ) --isa $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)") || failed=1; \
+	CUDA_EMULATED=1 $(FUZZ) --backend cuda || failed=1; \
+	TRITON_INTERPRET=1 $(FUZZ) --backend triton || failed=1; \
 	exit $$failed
 
 # This takes half an hour on two cores. TYPES=bert,llama restricts it to these model types. Commit the

@@ -160,7 +160,7 @@ def dropout_seed(seed: int) -> Iterator[None]:
     def drawn_on_the_cpu(device: torch.device) -> Tensor:
         return new_seed(torch.device("cpu")).to(device)
 
-    torch.manual_seed(drawn(seed).initial_seed())
+    torch.default_generator.manual_seed(drawn(seed).initial_seed())
     with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
         yield
 

@@ -1,0 +1,426 @@
+"""Random cases of attention: how each is drawn and checked.
+
+A case is a JSON object, whose "op" is a name in OPS (fuzz_ops.py). Kernels get views of larger
+buffers, and non-finite values in fully masked positions and unused rows of caches. The reference is
+eager attention on contiguous tensors without them, with the mask position by position.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from fuzz_masks import Expression, is_fixed, lengths_of, trees
+from helpers import (
+    SLOW_BACKENDS,
+    Reference,
+    device_of,
+    drawn,
+    dropout_seed,
+    random_qkv,
+    round_inputs,
+    run_with_gradients,
+    use_threads,
+)
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.tools import contract
+
+Case = dict[str, Any]
+QKV = "query", "key", "value"
+ROUNDINGS = 8  # accumulator roundings allowed in the terms of a score gradient (slack_of)
+PAGE = 16
+HEAD_DIMS = [16, 1, 3, 8, 24, 32, 40, 64, 72, 96, 128, 256]
+SEQLENS = [1, 2, 3, 5, 8, 16, 17, 33, 40, 66, 130]
+LAYOUTS = ["plain", "transposed", "outer", "columns", "unaligned", "every second row", "expanded"]
+# Sizes of query and key. Half are hard for the rounding of gradients. Scores of ("1", "huge") are
+# larger than 2^24, so that no backward can recompute a weight from lse.
+SCORES = [
+    ("1", "1"), ("3", "1"), ("8", "1"), ("20", "1"), ("1", "0"), ("1e-3", "1"), ("tiny", "huge"),
+    ("huge", "tiny"), ("1", "huge"),
+]  # fmt: skip
+VALUES = ["1", "1", "1e-3", "0", "20", "tiny", "huge"]
+worst: dict[str, float] = {}  # largest error of each op, as a fraction of its limit
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+def scaled(tensor: Tensor, size: str, case: Case) -> Tensor:
+    """Scale standard normal values by a number, or to the ends of the range of the dtype."""
+    dtype = getattr(torch, case["dtype"])
+    tensor = tensor.to(torch.promote_types(dtype, torch.float32))
+    if size == "tiny":  # most values are subnormal
+        return tensor * torch.finfo(dtype).tiny
+    if size == "huge":  # a sum of products with 1000 weights does not overflow
+        return tensor.clamp(-4, 4) * (torch.finfo(dtype).max / 4000)
+    return tensor * float(size)
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """Return a copy in another memory layout, with NaN around it; differentiable."""
+    *leading, rows, columns = tensor.shape
+    if layout in ("transposed", "outer"):
+        dim = 0 if layout == "outer" else max(-3, -tensor.dim())
+        return tensor.transpose(dim, -2).contiguous().transpose(dim, -2)
+    if layout == "columns":
+        return tensor.mT.contiguous().mT
+    if layout == "unaligned":
+        return tensor.new_full((*leading, rows, columns + 3), torch.nan)[..., 1:-2].copy_(tensor)
+    if layout == "every second row":
+        wide = tensor.new_full((*leading, 2 * rows, columns), torch.nan)
+        return wide[..., 1::2, :].copy_(tensor)
+    return tensor
+
+
+def rotated(x: Tensor, tables: list[Tensor], positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotate (batch, heads, seqlen, dim) by the rows `positions` (batch, seqlen) of the tables."""
+    cos, sin = (t.to(x.dtype)[positions][:, None] for t in tables)
+    width, dim = cos.shape[-1], -1 if interleaved else -2
+    pairs = x[..., : 2 * width].unflatten(-1, (width, 2) if interleaved else (2, width))
+    a, b = pairs.unbind(dim)
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim)
+    return torch.cat([turned.flatten(-2), x[..., 2 * width :]], -1)
+
+
+# ---- the check of one call ----------------------------------------------------------------------
+
+
+def judge(
+    case: Case, number: int, function: Any, tensors: dict[str, Tensor], backend: str, grads: bool
+) -> None:
+    """Assert that function(backend, **tensors), and its gradients, are within the contract.
+
+    Elements that overflow in eager attention are exempt.
+
+    Args:
+        number: number of the call in its case.
+        function: a functools.partial.
+    """
+    dtype = getattr(torch, case["dtype"])
+    exact = {name: round_inputs(t, dtype) for name, t in tensors.items()}
+
+    def run(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        call = functools.partial(function, backend)
+        if grads:
+            return run_with_gradients(call, exact, dtype, device=device)
+        with dropout_seed(7):
+            outputs = call(**{name: t.to(device, dtype) for name, t in exact.items()})
+        return {f"out{i}": output.cpu() for i, output in enumerate(outputs)}
+
+    function.key = json.dumps([case, number]).encode()  # instruction sets share the reference
+    cpu = torch.device("cpu")
+    known = Reference.of(lambda dtype: run("eager", dtype, cpu), dtype, exact, function)
+    got, slack = run(backend, dtype, device_of(backend)), slack_of(case, exact)
+    assert got.keys() == known.truth.keys()
+    for name, truth in known.truth.items():
+        results = [truth, known.eager[name], got[name], known.residuals.get(name)]
+        overflow = truth.isnan() | (results[1].isfinite() < (results[1] != truth))
+        for i, t in enumerate(results):
+            if t is not None and t.shape == truth.shape:
+                results[i] = t.masked_fill(overflow, 0.0)
+        truth, eager, own, residual = results
+        finding = contract.judge(
+            name, own, truth, eager, gradient=name.startswith("grad"), residual=residual,
+            expected=functools.partial(known.expected.error, name),
+        )  # fmt: skip
+        finding = replace(finding, limit=finding.limit + slack.get(name, 0.0))
+        assert finding.ok, str(finding)
+        share = finding.error / (finding.limit or 1.0)
+        worst[case["op"]] = max(worst.get(case["op"], 0.0), share)
+
+
+def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
+    """Return the amounts by which the limits of some results are raised.
+
+    A score gradient is P (dP - delta), which is about 0 where one key has all the weight. Eager
+    attention subtracts equal values there, without any error. Fused kernels compute delta from the
+    output, which causes accumulator rounding errors. The limit is raised by ROUNDINGS of these.
+
+    An activation of a large negative number is 0 in torch, whose formulas cancel.
+    """
+    if case["op"] == "activation":
+        return dict.fromkeys(("out0", "grad_input"), 2.0**-53 * float(tensors["input"].abs().max()))
+    if "value" not in tensors or 0 in [t.numel() for t in tensors.values()]:
+        return {}
+    query, key, value = (tensors[n] for n in QKV)
+    roundoff = 2.0**-53 if case["dtype"] == "float64" else 2.0**-24
+    scale = abs(case["options"]["scale"] or query.shape[-1] ** -0.5)
+    keep = 1.0 - case["options"].get("dropout_p", 0.0)
+    terms = ROUNDINGS * roundoff / keep * value.double().abs().sum(-1).max()
+    factors = {"grad_query": scale * key.abs().max(), "grad_key": scale * query.abs().max()}
+    if "bias" in tensors:  # its gradient is a sum over the dimensions that it is broadcast to
+        rows = query[..., 0].numel() * key.shape[-2] / tensors["bias"].numel()
+        factors["grad_bias"] = torch.tensor(rows).sqrt()
+    return {n: min((terms * t).item(), sys.float_info.max) for n, t in factors.items()}
+
+
+# ---- attention, varlen, decode ------------------------------------------------------------------
+
+
+class Masked(NamedTuple):
+    """Mask of one call, for kernels and position by position."""
+
+    mask: Any
+    visible: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, case: Case, expression: Expression | None, shape: Any, ends: Any) -> Masked:
+        """Return the mask of a call; `ends` are the lengths of queries and keys."""
+        mask, visible = None, torch.ones(shape, dtype=torch.bool)
+        bias = torch.zeros(shape, dtype=torch.float64)
+        rows, keys = torch.arange(shape[2]).view(-1, 1), torch.arange(shape[3])
+        if expression is not None:
+            visible, bias = expression.by_hand(shape, *ends)
+            raw = case["raw"] and expression.kind == "dense"
+            mask = expression.tensors[0] if raw else expression.mask
+        if case["is_causal"]:
+            last = ends[1] - ends[0] if case["op"] == "decode" else 0
+            visible = visible & (keys <= rows + last)
+        return cls(mask, visible & (rows < ends[0]) & (keys < ends[1]), bias)
+
+    def of_kernels(self, backend: str, bias: Tensor | None = None) -> Any:
+        mask = None if self.mask is None else self.mask.to(device_of(backend))
+        if bias is None or mask is None:
+            return mask if bias is None else bias
+        return masks.as_mask(mask) & masks.bias(bias)
+
+    def eager(self, case: Case, *qkv: Tensor, bias: Any = None, sinks: Any = None) -> Any:
+        """Return out and lse of eager attention on a padded batch."""
+        dtype = statistics_dtype(qkv[0].dtype)
+        mask = masks.dense(self.visible) & masks.bias(self.bias.to(dtype))
+        return F.scaled_dot_product_attention(
+            *qkv, mask if bias is None else mask & masks.bias(bias), enable_gqa=True, sinks=sinks,
+            return_lse=True, backend="eager", **case["options"],
+        )  # fmt: skip
+
+
+def tensors_and_mask(case: Case, shape: Any) -> tuple[dict[str, Any], Expression | None]:
+    """Return query, key, value, bias and sinks of a case, and its mask."""
+    tensors: dict[str, Any] = random_qkv(*case["shape"], seed=case["seed"])
+    for name, size in zip(QKV, case["sizes"], strict=True):
+        tensors[name] = scaled(tensors[name], size, case)
+    generator = drawn(case["seed"] + 1)
+    if case["bias"] is not None:
+        sizes = [1 if d in case["bias"] else n for d, n in enumerate(shape)]
+        tensors["bias"] = torch.randn(sizes, generator=generator)
+    if case["sinks"]:
+        tensors["sinks"] = torch.randn(shape[1], generator=generator)
+    return tensors, Expression(case["mask"], shape) if case["mask"] else None
+
+
+def check_attention(case: Case, backend: str) -> None:
+    """Check calls of scaled_dot_product_attention or varlen_attention that share a Mask."""
+    batch, heads, _, *longest, _, _ = case["shape"]
+    lengths, starts = case["lengths"], []
+    tensors, expression = tensors_and_mask(case, (batch, heads, *longest))
+    if lengths:
+        tensors |= {n: _packed(tensors[n], lengths[n != "query"]) for n in QKV}
+        starts = [torch.tensor([0, *n]).cumsum(0).int().to(device_of(backend)) for n in lengths]
+    elif "expanded" in case["layouts"]:
+        layouts = zip(QKV, case["layouts"], strict=True)
+        tensors |= {n: tensors[n][:1] for n, layout in layouts if layout == "expanded"}
+    for number, step in enumerate(case["steps"]):
+        if step["change"]:
+            if expression is not None:
+                expression.change()
+            lengths = lengths and [n[::-1] for n in lengths]
+            for t, n in zip(starts, lengths or [], strict=True):
+                t.copy_(torch.tensor([0, *n]).cumsum(0))
+        shape = batch, heads, min(step["rows"] or longest[0], longest[0]), longest[1]
+        ends = [torch.tensor(n).view(-1, 1, 1, 1) for n in lengths or shape[2:]]
+        at = Masked.of(case, expression, shape, ends)
+        function = functools.partial(attend, case, at, lengths, starts)
+        with use_threads(step["threads"]):
+            judge(case, number, function, tensors, backend, step["grads"])
+
+
+def attend(
+    case: Case, at: Masked, lengths: Any, starts: Any, backend: str, query: Tensor, key: Tensor,
+    value: Tensor, **extra: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return out, and lse if the case has it, of a backend or of the reference."""
+    batch, _, heads_kv, *longest, _, _ = case["shape"]
+    qkv = [query, key, value]
+    if not lengths:
+        qkv = [
+            t.expand(batch, -1, -1, -1) for t in (query[:, :, : at.visible.shape[2]], key, value)
+        ]
+    if backend == "eager":
+        if lengths:
+            qkv = [_padded(t, lengths[i > 0], longest[i > 0]) for i, t in enumerate(qkv)]
+        out, lse = at.eager(case, *qkv, **extra)
+        if lengths:
+            out, lse = (_packed(t, lengths[0]) for t in (out, lse[..., None]))
+            lse = lse.squeeze(-1).mT
+        return (out, lse) if case["lse"] else (out,)
+    if case["poison"] is not None:
+        hidden = ~at.visible.any(2).unflatten(1, (heads_kv, -1)).any(2)[..., None]
+        hidden = _packed(hidden, lengths[1]) if lengths else hidden
+        poison = query.new_full((), float(case["poison"]))
+        qkv[1:] = [torch.where(hidden.to(key.device), poison, t) for t in qkv[1:]]
+    qkv = [laid_out(t, layout) for t, layout in zip(qkv, case["layouts"], strict=True)]
+    options = case["options"] | {"is_causal": case["is_causal"], "return_lse": case["lse"]}
+    options |= {"sinks": extra.get("sinks"), "backend": backend}
+    mask = at.of_kernels(backend, extra.get("bias"))
+    if lengths:
+        results = fused_attn.varlen_attention(*qkv, *starts, *longest, mask, **options)
+    else:
+        results = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True, **options)
+    return results if case["lse"] else (results,)  # type: ignore[return-value]
+
+
+def _packed(batch: Tensor, lengths: list[int]) -> Tensor:
+    """Pack the first rows of each sequence of (batch, heads, seqlen, dim): (total, heads, dim)."""
+    return torch.cat([batch[b, :, :n] for b, n in enumerate(lengths)], 1).transpose(0, 1)
+
+
+def _padded(rows: Tensor, lengths: list[int], longest: int) -> Tensor:
+    """Return packed rows as (batch, heads, longest, dim), padded with 0."""
+    blank = rows.new_zeros((longest, *rows.shape[1:]))
+    parts = [torch.cat([part, blank[len(part) :]]) for part in rows.split(lengths)]
+    return torch.stack(parts).transpose(1, 2)
+
+
+class Cache(NamedTuple):
+    """Keys and values of the sequences of a decode case, filled at its first call.
+
+    Attributes:
+        caches: tensors for decode_attention.
+        order: page of each PAGE positions, (batch, pages); None if the cache is contiguous.
+        tables: of the rotary embedding.
+    """
+
+    caches: list[Tensor]
+    order: Tensor | None
+    tables: list[Tensor]
+
+    def fill(self, case: Case, whole: list[Tensor], unused: Tensor) -> None:
+        """Store keys and values, with NaN in unused rows."""
+        filled = [t.masked_fill(unused.to(t.device), torch.nan) for t in whole]
+        if self.order is not None:
+            places = self.order.flatten().argsort()
+            filled = [
+                t.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1)[places] for t in filled
+            ]
+        self.caches[:] = [laid_out(t, case["layout"]) for t in filled]
+
+    def contents(self) -> list[Tensor]:
+        """Return keys and values, (batch, heads, capacity, dim)."""
+        if self.order is None:
+            return self.caches
+        return [t[self.order].transpose(1, 2).flatten(2, 3) for t in self.caches]
+
+
+def check_decode(case: Case, backend: str) -> None:
+    """Check steps of decode_attention on one cache, to which they append rows."""
+    batch, heads, _, seqlen_q, capacity, *_ = case["shape"]
+    first, generator = torch.tensor(case["lengths"]), drawn(case["seed"])
+    tensors, expression = tensors_and_mask(case, (batch, heads, seqlen_q, capacity))
+    order, tables = None, []
+    if case["layout"] == "pages":
+        order = torch.randperm(batch * capacity // PAGE).view(batch, -1).to(device_of(backend))
+    if case["rotary"]:  # tables that are exact in 16 bits
+        sizes = capacity, case["rotary"][0]
+        tables = [torch.randint(-64, 65, sizes, generator=generator) / 64 for _ in range(2)]
+    cache = Cache([], order, tables)
+    for number, step in enumerate(case["steps"]):
+        if step["change"] and expression is not None:
+            expression.change()
+        lengths = (first + number * case["new"]).view(-1, 1, 1, 1)
+        ends = torch.tensor(seqlen_q), lengths + case["new"]
+        at = Masked.of(case, expression, (batch, heads, seqlen_q, capacity), ends)
+        with use_threads(step["threads"]):
+            function = functools.partial(decode, case, at, cache, lengths)
+            judge(case, number, function, tensors, backend, grads=False)
+
+
+def decode(
+    case: Case, at: Masked, cache: Cache, lengths: Tensor, backend: str, query: Tensor,
+    key: Tensor, value: Tensor, sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return out, lse and the used rows of the cache, of a backend or of the reference."""
+    batch, _, heads_kv, seqlen_q, capacity, *_ = case["shape"]
+    new, rotary, there = case["new"], case["rotary"], query.device
+    first, position = torch.tensor(case["lengths"])[:, None], torch.arange(capacity)
+    spare = (position >= lengths.view(-1, 1) + new).view(batch, 1, -1, 1).to(there)
+    if backend == "eager":
+        if rotary:
+            turned = rotated(key, cache.tables, position.expand(batch, -1), rotary[1])
+            key = torch.where((position >= first).view(batch, 1, -1, 1), turned, key)
+            rows = lengths.view(-1, 1) + new - seqlen_q + torch.arange(seqlen_q)
+            query = rotated(query, cache.tables, rows.clamp(min=0), rotary[1])
+        used = [t.masked_fill(spare, 0.0) for t in (key, value)]
+        return (*at.eager(case, query, key, value, sinks=sinks), *used)
+    if not cache.caches:
+        cache.fill(case, [key, value], (position >= first).view(batch, 1, -1, 1))
+    more: dict[str, Any] = {"rotary_interleaved": bool(rotary and rotary[1])}
+    rows = (lengths + torch.arange(new).view(-1, 1)).to(there)
+    for name, t in (("key", key), ("value", value)):
+        if new:
+            more[name] = t.gather(2, rows.expand(-1, heads_kv, -1, t.shape[3]))
+    for name, t in zip(("rotary_cos", "rotary_sin"), cache.tables, strict=False):
+        more[name] = t.to(query)
+    results = fused_attn.decode_attention(
+        laid_out(query, case["layouts"][0]), *cache.caches, block_table=cache.order,
+        cache_lengths=lengths.flatten().to(there), attn_mask=at.of_kernels(backend),
+        is_causal=case["is_causal"], return_lse=True, backend=backend, sinks=sinks,
+        **case["options"], **more,
+    )  # fmt: skip
+    used = cache.contents()
+    assert all((t.isnan() | ~spare).all() for t in used), "unused rows changed"
+    return (*results, *(t.masked_fill(spare, 0.0) for t in used))
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
+    """Draw a case of "attention", "varlen" or "decode"."""
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    slow = backend in SLOW_BACKENDS
+    seqlens = SEQLENS[:9] if slow else SEQLENS
+    heads_kv, batch, head_dim = pick(1, 1, 2), pick(1, 2, 3), pick(*HEAD_DIMS)
+    shape = [batch, heads_kv * pick(1, 2, 1, 3), heads_kv, pick(*seqlens), pick(*seqlens)]
+    shape += [head_dim, pick(head_dim, *HEAD_DIMS)]
+    step = {"grads": st.booleans(), "threads": st.sampled_from([1, 2]), "change": st.booleans()}
+    steps = draw(st.lists(st.fixed_dictionaries(step), min_size=1, max_size=3))
+    scores = pick(*SCORES)
+    case: Case = {
+        "op": op, "seed": draw(st.integers(0, 1 << 40)), "dtype": dtype, "shape": shape,
+        "sizes": [*scores, pick(*VALUES)], "layouts": [pick("plain", *LAYOUTS) for _ in range(3)],
+        "is_causal": pick(False, False, True), "raw": pick(True, False), "bias": None,
+        "sinks": pick(False, False, True), "steps": steps, "lengths": None,
+        "options": {"scale": pick(None, 0.3, -0.3), "softcap": pick(None, None, 2.0, 30.0)},
+    }  # fmt: skip
+    if op == "decode":
+        case["new"], case["layout"] = pick(0, 1, 2, 17), pick("plain", "transposed", "pages")
+        filled = pick(0, 3, 16, 40) if slow else pick(0, 3, 16, 40, 300)
+        shape[3] = case["new"] or pick(1, 2, 5)
+        shape[4] = -(-(filled + len(steps) * case["new"] + pick(1, 20)) // PAGE) * PAGE
+        case["lengths"] = draw(lengths_of(batch, filled))
+        case["rotary"] = None if head_dim == 1 else pick(None, [head_dim // 2, True], [1, False])
+        case["mask"] = draw(trees((*shape[:2], *shape[3:5])))  # type: ignore[arg-type]
+        return case
+    if op == "varlen":
+        slack = pick(0, 1, 7)
+        case["lengths"] = [[1, *draw(lengths_of(batch - 1, n))] for n in shape[3:5]]
+        shape[3:5] = [max(n) + slack for n in case["lengths"]]
+    case["poison"] = pick(None, "nan", "inf", "-inf")
+    case["bias"] = pick(None, None, None, [], [0], [0, 1], [0, 2], [1, 2], [3], [0, 1, 2, 3])
+    case["mask"] = draw(trees((*shape[:2], *shape[3:5])))  # type: ignore[arg-type]
+    case["lse"] = pick(False, True)
+    case["options"] |= {"dropout_p": pick(0.0, 0.0, 0.3, 0.9), "seed": case["seed"]}
+    fixed = op == "varlen" or is_fixed(case["mask"]) or case["bias"] is not None
+    for step in steps:
+        step["rows"] = None if fixed else pick(None, 1, 4)
+        step["grads"] &= scores != ("1", "huge")
+    return case

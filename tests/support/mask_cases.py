@@ -99,15 +99,17 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     ),
 }
 # Each of these masks sets different fields of MaskSpec or columns of its `bounds`. Together, they
-# cover the distinct code paths of the kernels.
+# cover the distinct code paths of the kernels. Only backend "cpp" reads intervals.
 FIELDS = (
-    "window", "ragged_left", "prefix", "documents_shuffled", "intervals",
+    "window", "ragged_left", "prefix", "documents_shuffled",
     "dense_full", "key_mask_head", "bias_with_inf", "alibi_batch",
 )  # fmt: skip
-# All pairs that combine, for parametrize. `make test` runs those of FIELDS.
+# All pairs that combine, for parametrize. `make test` runs those of FIELDS and "intervals".
 PAIRS = [
     pytest.param(
-        pair, id="-".join(pair), marks=() if {*pair} <= {*FIELDS} else pytest.mark.thorough
+        pair,
+        id="-".join(pair),
+        marks=() if {*pair} <= {*FIELDS, "intervals"} else pytest.mark.thorough,
     )
     for pair in itertools.combinations(MASKS, 2)
     if pair != ("alibi", "alibi_batch")  # of different alignment, see test_errors.py

@@ -21,6 +21,8 @@ from mask_cases import FIELDS, MASKS, PAIRS
 
 from fused_attn import functional as F
 from fused_attn import masks
+from fused_attn.masks import Mask
+from fused_attn.masks.tables import packed
 
 # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. They include one position, odd
 # lengths around a query tile (8, 16, 32) and a KV block (128), GQA and MQA, seqlen_q below and
@@ -91,6 +93,15 @@ def test_heads_and_batches_that_see_other_tiles(backend):
         assert_like_eager(
             attention(mask, enable_gqa=True), random_qkv(*shape, 16), torch.float32, backend
         )
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_bits_beyond_the_keys(rows):
+    """Bits after the last key may be set, and one row of bits may apply to all queries."""
+    table = packed(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
+    table[..., -1] |= -1 << 139 % 64
+    mask, tensors = Mask(bits=(table,)), random_qkv(2, 2, 1, 70, 139, 16)
+    assert_like_eager(attention(mask, enable_gqa=True), tensors, torch.float32, "cpp")
 
 
 @pytest.mark.thinned(

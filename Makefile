@@ -161,9 +161,10 @@ test-draws: env ## run the numerics tests with DRAWS other seeds, each with thre
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# Cases that fail are printed as commands and added to tests/fuzz_corpus.txt.
-FUZZ = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --minutes $(MINUTES)
+# Cases that fail are printed as commands and added to tests/fuzz_corpus.txt. Each day has other cases.
+FUZZ = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 MINUTES ?= 60
+SEED ?= $(shell date +%Y%m%d)000
 fuzz: env emulator ## search random calls for results outside the numerics contract, MINUTES on each backend
 	@failed=0; $(FUZZ) --isa $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)") || failed=1; \
 	CUDA_EMULATED=1 $(FUZZ) --backend cuda || failed=1; \

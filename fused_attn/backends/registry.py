@@ -21,6 +21,7 @@ from fused_attn.backends.flex.flash import FlexFlashBackend
 from fused_attn.backends.problem import NormProblem, Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
+from fused_attn.base.torch_state import is_compiling
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 
 # In order of preference. eager supports every problem, so it is last.
@@ -42,6 +43,7 @@ _VARIABLE = "FUSED_ATTN_BACKEND"
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
+_blocks: dict[object, str] = {}  # open blocks of `use_backend`, which threads end in any order
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
@@ -82,16 +84,18 @@ def use_backend(name: str) -> Iterator[None]:
     """
     global _override
     get_backend(name)
-    before, _override = _override, name
+    block = object()
+    _blocks[block] = _override = name
     try:
         yield
     finally:
-        _override = before
+        del _blocks[block]
+        _override = [None, *_blocks.values()][-1]
 
 
 def wanted_backend() -> str | None:
     """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None."""
-    if torch.compiler.is_compiling():  # Dynamo cannot trace `environment`, which is faster
+    if is_compiling():  # Dynamo cannot trace `environment`, which is faster
         return _override or os.environ.get(_VARIABLE) or None
     return _override or environment(_VARIABLE) or None
 
@@ -105,7 +109,7 @@ def default_backend(device: torch.device) -> Backend | None:
     if wanted is not None:
         return BACKENDS.get(wanted)
     # Dynamo warns about functools.cache, so it traces the uncached function.
-    first_on = _first_on.__wrapped__ if torch.compiler.is_compiling() else _first_on
+    first_on = _first_on.__wrapped__ if is_compiling() else _first_on
     return first_on(device, verdicts.changes)
 
 
@@ -183,7 +187,7 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
         against = candidate.unsupported(problem)
         return (None, [(wanted, against)]) if against else (candidate, [])
     settings = verdicts.changes, torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if isinstance(problem, NormProblem) and not problem.dropout:
             return BACKENDS["sdpa"], []  # Inductor fuses torch's norm with adjacent operations
         return _first_for.__wrapped__(problem, *settings)  # Dynamo warns about functools.lru_cache
@@ -209,7 +213,7 @@ def _first_for(
 
 def _notify(backend: Backend, device_type: str) -> None:
     """Emit the fallback warning of a backend once per process, unless verdicts are stored."""
-    if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
+    if is_compiling() or (backend.name, device_type) in _notified:
         return
     _notified.add((backend.name, device_type))
     warning = backend.fallback_warning(device_type)

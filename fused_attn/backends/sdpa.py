@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
-from fused_attn.base.torch_state import needs_grad
+from fused_attn.base.torch_state import is_compiling, needs_grad
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,
@@ -263,7 +263,7 @@ def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
 
     The forward makes the choice; its backward runs on the same kernels.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _CudnnOff()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_attn.base.torch_state import is_compiling
+
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast float32, float16 and bfloat16 tensors to the autocast dtype, as torch does for SDPA.
@@ -39,7 +41,7 @@ any_autocast = torch._C._is_any_autocast_enabled
 
 def autocasts(device_type: str) -> bool:
     """Return True if autocast is enabled for a device type."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # torch.compile cannot trace is_autocast_available in torch 2.9 and 2.10. Of the devices
         # that torch.compile supports, only meta has no autocast.
         available = device_type != "meta"

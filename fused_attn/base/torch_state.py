@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -30,6 +31,18 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_compiling() -> bool:
+    """Return True in code that torch.compile or torch.export runs or traces on this thread.
+
+    From torch 2.13 on, torch.compiler.is_compiling() is True on all threads while one compiles.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    if torch.compiler.is_dynamo_compiling():  # a constant, in code that Dynamo traces
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or TracingContext.try_get() is not None
+
+
 def is_intercepted() -> bool:
     """Return True if torch intercepts calls, which must then use ``torch.ops`` or the reference.
 
@@ -37,7 +50,7 @@ def is_intercepted() -> bool:
     functorch transform, and forward-mode AD.
     """
     return bool(
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -63,7 +76,7 @@ def transformed() -> bool:
 
     Under torch.compile the result is False.
     """
-    return not torch.compiler.is_compiling() and in_transform()
+    return not is_compiling() and in_transform()
 
 
 def in_transform() -> bool:
@@ -91,7 +104,7 @@ def host_readable(tensor: Tensor) -> bool:
 
     This requires an eager call and a tensor on the CPU.
     """
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+    if is_compiling() or tensor.device.type != "cpu":
         return False
     return plain_eager(tensor)
 
@@ -102,7 +115,7 @@ def savable(tensor: Tensor) -> bool:
     False only if grad mode is enabled and the tensor was created under torch.inference_mode: such a
     tensor must be cloned first.
     """
-    return torch.compiler.is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
+    return is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 
 
 def captured(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
-from fused_attn.base.torch_state import savable
+from fused_attn.base.torch_state import is_compiling, savable
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
@@ -106,7 +106,7 @@ def check_length(*seqlens: int) -> None:
     symbolic lengths would add a guard, and programs from torch.export would reject longer
     sequences.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     for seqlen in seqlens:
         if isinstance(seqlen, int) and seqlen >= UNLIMITED:

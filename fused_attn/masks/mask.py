@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable
+from fused_attn.base.torch_state import host_readable, is_compiling
 from fused_attn.masks.memo import Memo
 
 # Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
@@ -198,7 +198,7 @@ class Mask:
         if self._tensors is not None:
             return self._tensors
         tensors = _tensors_of(self.conditions())
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             object.__setattr__(self, "_tensors", tensors)  # plain assignment fails: frozen
         return tensors
 
@@ -335,7 +335,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
     if isinstance(condition, Tensor):
         return [condition]
     if isinstance(condition, FunctionType):
-        if torch.compiler.is_compiling():  # it evaluates the function in the graph
+        if is_compiling():  # it evaluates the function in the graph
             return []
         read = [cell.cell_contents for cell in condition.__closure__ or ()]
         kinds = (Tensor, FunctionType)

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from fused_attn.base.flat import HOST, Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
-from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
+from fused_attn.base.torch_state import (
+    host_readable,
+    is_compiling,
+    plain_eager,
+    savable,
+    statistics_dtype,
+)
 from fused_attn.masks.band import Band, band_with_lengths
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.mask import UNLIMITED, Mask
@@ -149,7 +155,7 @@ class MaskSpec(Flat):
         """Return the cache of values derived from this spec; copies of the spec have their own."""
         if self.memo is None:
             memo: Memo = {}
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return memo
             self.memo = memo
         return self.memo

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable, savable, statistics_dtype
+from fused_attn.base.torch_state import host_readable, is_compiling, savable, statistics_dtype
 from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.materialize import materialize
@@ -133,7 +132,7 @@ def _masking_limits(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
     add a guard.
     """
     lo, hi = spec.band_lo > -UNLIMITED, spec.band_hi < UNLIMITED
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return lo, hi
     return lo and spec.band_lo > 1 - shape[2], hi and spec.band_hi < shape[3] - 1
 
@@ -175,6 +174,6 @@ def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
         return False
     if spec.band_lo <= -UNLIMITED:
         return spec.band_hi >= 0
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return spec.band_hi >= 0 and shape[2] - 1 + spec.band_lo <= shape[3] - 1

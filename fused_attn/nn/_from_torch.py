@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fused_attn.backends import default_backend
 from fused_attn.base.namespace import NAMESPACE
+from fused_attn.base.torch_state import is_compiling
 from fused_attn.call.handlers import is_dtensor
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
@@ -134,7 +135,7 @@ def torch_infers(module: Module, x: Tensor) -> bool:
     This requires evaluation mode, plain parameters and a default backend that wraps torch's kernels
     for the device of x. Under torch.compile, the result is always False.
     """
-    if module.training or torch.compiler.is_compiling():
+    if module.training or is_compiling():
         return False
     backend = default_backend(x.device)
     if backend is None or not backend.wraps_torch:

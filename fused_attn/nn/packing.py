@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fused_attn import masks
 from fused_attn.backends import default_backend
 from fused_attn.base import small_calls
-from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
+from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, is_compiling, plain_eager
 from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched, unhooked
@@ -87,7 +87,7 @@ def saves_time(x: Tensor, ignored: Tensor) -> bool:
         x: padded batch, (*, width).
         ignored: (N, S) bool, True for padding.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
     padding, limits = int(ignored.sum()), small_calls.limits
     limit = limits.packing_training if torch.is_grad_enabled() else limits.packing_forward
@@ -111,7 +111,7 @@ def packing_of(
         is_causal: also apply a causal mask.
         batch_first: batches have shape (N, S, width) instead of (S, N, width).
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if compiling and mask is not None:
         return None
     real = ~ignored
@@ -164,7 +164,7 @@ def must_stay_padded(*tensors: Tensor) -> bool:
     Traced graphs, dispatch modes and global hooks observe shapes. Values cannot be read from meta
     tensors and during CUDA graph capture.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return not (_one_dynamic_graph() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
         not plain_eager(*tensors)
@@ -192,7 +192,7 @@ def outside_graphs(decide: Callable[..., Packing | None], x: Tensor, *args: Any)
     one more is compiled for batches that stay padded. On GPUs, there is no break and all batches
     stay padded, because CUDA graphs would be recorded for each number of tokens.
     """
-    if torch.compiler.is_compiling() and x.is_cpu and _may_break_graph():
+    if is_compiling() and x.is_cpu and _may_break_graph():
         return _uncompiled(decide, x, *args)
     return decide(x, *args)
 

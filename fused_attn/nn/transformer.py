@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from fused_attn import masks
-from fused_attn.base.torch_state import plain_eager
+from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
@@ -371,7 +371,7 @@ def _share_masks(
     """
     if mask is None and key_padding_mask is None:
         return mask, key_padding_mask, is_causal
-    if torch.compiler.is_compiling() or not all(_takes_masks(m, attention) for m in layers):
+    if is_compiling() or not all(_takes_masks(m, attention) for m in layers):
         return mask, key_padding_mask, is_causal
     module = getattr(layers[0], attention)
     batch_dim, length_dim = (0, 1) if module.batch_first else (1, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_attn.backends import Backend, problem_of, select
 from fused_attn.backends.registry import backend_for_unchecked
-from fused_attn.base.torch_state import is_intercepted, needs_grad
+from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.handlers import (
@@ -75,7 +75,7 @@ def select_and_run_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Run a validated call on the backend that is selected for it, and count the caller's call."""
     backend = select(problem_of(checked, "lse" if want_lse else "out"), named)
-    if counting and not torch.compiler.is_compiling():
+    if counting and not is_compiling():
         _count(backend, call.query, call.key, call.attn_mask)
     out, lse = run_attention(checked, backend, want_lse)
     return out, lse if want_lse else None
@@ -169,7 +169,7 @@ def select_and_run_weights(
 
 def run_weights(call: AttentionCall, average: bool, backend: Backend) -> tuple[Tensor, Tensor]:
     """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
-    if counting and not torch.compiler.is_compiling():
+    if counting and not is_compiling():
         _count(backend, call.query, call.key, call.mask)
     call = _seeded(call, backend)
     if backend.differentiable:

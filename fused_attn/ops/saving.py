@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.flat import FlatT
-from fused_attn.base.torch_state import plain_eager
+from fused_attn.base.torch_state import is_compiling, plain_eager
 
 
 def tracked(call: FlatT) -> tuple[FlatT, Sequence[Tensor | None]]:
@@ -19,7 +19,7 @@ def tracked(call: FlatT) -> tuple[FlatT, Sequence[Tensor | None]]:
     same tensor twice, repeated tensors are replaced by views.
     """
     tensors = call.tensors()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         different: list[Tensor | None] = []
         for tensor in tensors:
             if tensor is not None and any(tensor is other for other in different):

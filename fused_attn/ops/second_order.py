@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.base.flat import Flat
-from fused_attn.base.torch_state import batched
+from fused_attn.base.torch_state import batched, is_compiling
 
 Names = tuple[str | None, ...]
 Reference = Callable[[Any], Sequence[Tensor]]
@@ -36,7 +36,7 @@ def differentiated(
         grad_outputs: gradient of each output of function, or None.
         function: the reference of the forward, a differentiable function of the call.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or is_compiling():
         return run()
     if batched(*grad_outputs):
         # A Function cannot extend the graph of a batched tensor, which belongs to the tensor that

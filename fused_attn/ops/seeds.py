@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fused_attn.base import philox
 from fused_attn.base.namespace import NAMESPACE, OPS
+from fused_attn.base.torch_state import is_compiling
 
 
 def new_seed(device: torch.device) -> Tensor:
@@ -25,7 +26,7 @@ def new_seed(device: torch.device) -> Tensor:
     Returns:
         int64 scalar tensor on the device.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
         return OPS.new_seed(device=device)
     return philox.new_seed(device)
 

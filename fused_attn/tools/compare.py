@@ -26,6 +26,7 @@ import torch
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_attn.base.torch_state import is_compiling
 from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 from fused_attn.integrations.enable import enabled
@@ -215,7 +216,7 @@ def _report_branches(model: Module, swap: SwapReport, calls: CallCounts) -> None
         def watched_forward(*args: Any, **kwargs: Any) -> Any:
             before = calls.fused + calls.left_to_torch
             result = forward(*args, **kwargs)
-            if not torch.compiler.is_compiling():  # calls in compiled graphs are not counted
+            if not is_compiling():  # calls in compiled graphs are not counted
                 more = calls.fused + calls.left_to_torch > before
                 reasons.add(CALLS_SDPA if more else BY_HAND)
                 reason = EITHER if len(reasons) > 1 else next(iter(reasons))

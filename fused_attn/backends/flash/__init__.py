@@ -28,7 +28,7 @@ from fused_attn.backends.flash.decode import decode
 from fused_attn.backends.flash.engines import ENGINES, Engine, EngineCall, FlashAttention2, Results
 from fused_attn.backends.flash.plan import Layout, MaskPlan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
-from fused_attn.base.torch_state import is_intercepted, needs_grad
+from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks import band
@@ -70,7 +70,7 @@ class FlashBackend(EngineBackend):
         sizes = call.query.shape, call.key.shape, call.value.shape
         if any(0 in shape for shape in sizes):
             return AttentionOutputs(*reference.attention(call), None, None)
-        choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
+        choose = _choose.__wrapped__ if is_compiling() else _choose
         chosen = choose(problem, is_intercepted())
         assert chosen is not None  # see unsupported()
         engine, plan = chosen

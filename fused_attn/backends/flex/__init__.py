@@ -32,7 +32,7 @@ from fused_attn.backends.problem import (
     too_old,
 )
 from fused_attn.backends.sdpa import SdpaBackend
-from fused_attn.base.torch_state import is_intercepted, needs_grad
+from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 
 if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
@@ -140,7 +140,7 @@ class FlexBackend(EngineBackend):
         if 0 in query.shape or 0 in key.shape or 0 in value.shape:
             return AttentionOutputs(*reference.attention(call), None, None)
         variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
-        if torch.compiler.is_compiling():
+        if is_compiling():
             results = functions.attend(variant, query, key, value, operands)
         elif is_intercepted():  # traced without compilation, where FlexAttention ignores blocks
             results = reference.attention(call)

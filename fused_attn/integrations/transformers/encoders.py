@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from fused_attn import masks
+from fused_attn.base.torch_state import is_compiling
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import (
     TOKENWISE_MODULES,
@@ -326,7 +327,7 @@ def _packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
     if (
         isinstance(encoder, PackedModel)
         and (
-            torch.compiler.is_compiling()  # the next condition reads values
+            is_compiling()  # the next condition reads values
             # Windows count the tokens between a query and a key.
             or int((real[:, 1:] != real[:, :-1]).sum(1).max()) > 1
         )
@@ -391,7 +392,7 @@ def arguments_of(
     """
     names = [name for name, given in refused.items() if given]
     own = _window(window)
-    if mask is not None and not torch.compiler.is_compiling():
+    if mask is not None and not is_compiling():
         known = isinstance(mask, Mask) and not mask.tensors()
         if not known or mask.conditions() != own.conditions():
             names.append("masks other than windows")

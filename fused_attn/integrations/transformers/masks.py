@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
-from fused_attn.base.torch_state import captured, is_intercepted, plain_eager
+from fused_attn.base.torch_state import captured, is_compiling, is_intercepted, plain_eager
 from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import UNLIMITED, Mask
@@ -230,7 +230,7 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
         return _Structure(right=0)
     if function is bidirectional_mask_function:
         return _EVERYTHING
-    if torch.compiler.is_compiling() or not isinstance(function, FunctionType):
+    if is_compiling() or not isinstance(function, FunctionType):
         return None
     code, names = function.__code__, closure_of(function)
     if code is _AND:

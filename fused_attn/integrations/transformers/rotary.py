@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fused_attn.base.torch_state import is_compiling
 from fused_attn.nn._from_torch import FromTorch
 from fused_attn.ops.rotary import Rotation, rotate_by_kernel
 
@@ -104,7 +104,7 @@ def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[...
             return names[name](*args, **kwargs)
         heads = kwargs.get("unsqueeze_dim", 1)
         if (
-            torch.compiler.is_compiling()
+            is_compiling()
             or len(args) != count + 2
             or kwargs.keys() - {"unsqueeze_dim"}
             or not _fits(args, heads, casts, partial)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -189,26 +187,3 @@ def kernel_limits(
         if problem.bias_dtype is not None and problem.bias_dtype not in dtypes:
             reasons.append(f"does not support float masks of {problem.bias_dtype}")
     return reasons
-
-
-# Not a function: torch 2.11 cannot trace find_spec.
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-MIN_CAPABILITY = (8, 0)  # first with bfloat16 and asynchronous copies
-
-
-def too_old(device: torch.device) -> list[str]:
-    """Return the reason why an NVIDIA GPU is too old for the kernels; empty if it is not."""
-    return list(_too_old(device))
-
-
-@functools.cache
-def _too_old(device: torch.device) -> tuple[str, ...]:
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= MIN_CAPABILITY:
-        return ()
-    return (f"requires compute capability 8.0 or higher, not {capability[0]}.{capability[1]}",)
-
-
-# torch.compile calls the function while tracing, and treats the result as a constant.
-too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
-from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
-from fused_attn.base.torch_state import is_compiling, needs_grad
+from fused_attn.backends.machine import too_old
+from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
+from fused_attn.base.torch_state import is_compiling, needs_grad, traced_as_constant
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,
@@ -272,14 +273,11 @@ def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel([kernel for kernel, is_enabled in enabled if is_enabled])
 
 
+@traced_as_constant
 def _enabled_kernels() -> tuple[bool, bool, bool]:
     """Return whether flash, memory-efficient and math attention are enabled."""
     flags = torch.backends.cuda
     return flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()
-
-
-# torch.compile calls the function while tracing, and treats the result as a constant.
-_enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _CudnnOff:
@@ -306,8 +304,7 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
     if problem.dropout:
         reasons.append("cannot return lse with dropout")
     if problem.device.type == "cuda":
-        if torch.cuda.is_available():
-            reasons += too_old(problem.device)
+        reasons += too_old(problem.device)
         if problem.mask == "causal" and not problem.seqlen_q == problem.seqlen_k > 0:
             reasons.append(
                 "cannot return lse with a causal mask on cuda if the lengths differ or are 0"

@@ -13,13 +13,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fused_attn.backends.machine import version_of
 from fused_attn.backends.problem import NormProblem, Problem
+from fused_attn.base.torch_state import traced_as_constant
 from fused_attn.version import __version__
 
 # Kernel files of each backend that must be verified. A verdict is valid for one hash of the files.
@@ -180,6 +181,7 @@ def _devices(device_type: str) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
+@traced_as_constant
 def _reason(backend: str, device: torch.device, *words: str) -> str:
     """Return why a backend is not usable in a class, or in any class; "" if it is usable.
 
@@ -201,16 +203,9 @@ def _table(backend: str, device: torch.device) -> _Table:
     return table
 
 
+@traced_as_constant  # if torch.compile traces the call, it evaluates to True (torch 2.9)
 def _exporting() -> bool:
-    # If torch.compile traces this call, it evaluates to True (torch 2.9). The function is therefore
-    # marked as constant below.
     return torch.compiler.is_exporting()
-
-
-# With this attribute, torch.compile calls the function while tracing, and treats the result as a
-# constant. torch.compiler.assume_constant_result would set it, but imports all of torch._dynamo.
-_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -249,7 +244,7 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
         "gpu": _gpu(device),
         "driver": _driver(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton") or "none",
         "fused_attn": __version__,
         "kernels": _digest(KERNELS[backend]() if backend in KERNELS else []),
     }
@@ -390,13 +385,6 @@ def _driver() -> str:
     except (OSError, AttributeError):  # no NVIDIA driver
         pass
     return "none"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _digest(files: Iterable[Path]) -> str:

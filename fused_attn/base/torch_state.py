@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
@@ -15,6 +18,18 @@ _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
 PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
 _CPU = torch.device("cpu")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def traced_as_constant(function: Function) -> Function:
+    """Decorate a function that torch.compile calls while tracing; its result is a constant.
+
+    Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:

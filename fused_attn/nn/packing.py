@@ -19,7 +19,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fused_attn import masks
 from fused_attn.backends import default_backend
 from fused_attn.base import small_calls
-from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, is_compiling, plain_eager
+from fused_attn.base.torch_state import (
+    PLAIN_TYPES,
+    in_transform,
+    is_compiling,
+    plain_eager,
+    traced_as_constant,
+)
 from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched, unhooked
@@ -174,6 +180,7 @@ def must_stay_padded(*tensors: Tensor) -> bool:
     )
 
 
+@traced_as_constant
 def _one_dynamic_graph() -> bool:
     """Return True if the graph being traced may contain data-dependent sizes.
 
@@ -202,6 +209,7 @@ def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+@traced_as_constant
 def _may_break_graph() -> bool:
     """Return True if the graph being traced may be split, so not under fullgraph=True."""
     global _uncompiled
@@ -214,11 +222,6 @@ def _may_break_graph() -> bool:
         _uncompiled = torch._dynamo.disable(_uncompiled, reason="it depends on tensor values")
     tracer = InstructionTranslator.current_tx()
     return not (tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
-
-
-# Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
-_one_dynamic_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_may_break_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:
@@ -246,6 +249,7 @@ def _is_pointwise(activation: object) -> bool:
 _methods: dict[type[Module], frozenset[str]] = {}
 
 
+@traced_as_constant
 def _methods_of(kind: type[Module]) -> frozenset[str]:
     """Return the names of a class's callable attributes, cached per class.
 
@@ -256,9 +260,6 @@ def _methods_of(kind: type[Module]) -> frozenset[str]:
         names = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
         _methods[kind] = names
     return names
-
-
-_methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def overrides_methods(module: Module) -> bool:

@@ -8,7 +8,6 @@ import platform
 import re
 import time
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fused_attn.backends import (
     verdicts,
     wanted_backend,
 )
+from fused_attn.backends.machine import version_of
 from fused_attn.backends.problem import Problem
 from fused_attn.backends.registry import BACKENDS, choose
 from fused_attn.tools import contract
@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
         "fused_attn": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: _version(package) for package in OPTIONAL_PACKAGES},
+        **{package: version_of(package) for package in OPTIONAL_PACKAGES},
     }
 
 
@@ -231,13 +231,6 @@ def diagnose(backend: str | None = None) -> dict[str, Any]:
         "self_check": checks,
         "self_check_seconds": round(time.perf_counter() - start, 3),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _isa() -> str:

@@ -155,7 +155,7 @@ def test_norms_and_machines_without_engines(monkeypatch):
     norm = NormProblem(torch.device("cuda"), torch.bfloat16, 8)
     assert FLASH.opt_in_reasons(norm) == ["does not support norms"]
     monkeypatch.setattr(engines, "no_gpu", list)
-    monkeypatch.setattr(engines, "_installed", {"flash-attn-4": "4.0.0b10"}.get)
+    monkeypatch.setattr(engines, "version_of", {"flash-attn-4": "4.0.0b10"}.get)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     assert FLASH.unavailable() == [
         "flash-attn-4 must be 4.0.0b36 or newer, got 4.0.0b10",
@@ -201,12 +201,12 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
     known = denylist.DEFECTS
     monkeypatch.undo()
     monkeypatch.setattr(engines, "no_gpu", list)
-    monkeypatch.setattr(engines, "_installed", VERSIONS.get)
-    monkeypatch.setattr(denylist, "_capability", lambda device: capability)
-    monkeypatch.setattr(denylist.metadata, "version", VERSIONS.get)
+    monkeypatch.setattr(engines, "version_of", VERSIONS.get)
+    monkeypatch.setattr(denylist, "capability_of", lambda device: (capability, 0))
+    monkeypatch.setattr(denylist, "version_of", VERSIONS.get)
     monkeypatch.setattr(engines, "capability_of", lambda device: (capability, 0))
     monkeypatch.setattr(flash, "ENGINES", (ENGINES[FA4],))
-    assert known == () and len(denylist.DEFECTS) >= 5
+    assert known == {} and len(denylist.DEFECTS) >= 5
     there = torch.device("cuda"), torch.bfloat16, *sizes
     shape = {"mask": mask, "seqlen_q": 20, "seqlen_k": 20}
     assert FLASH.unsupported(AttentionProblem(*there, **shape)) == []

@@ -13,7 +13,6 @@ import torch
 
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, get_backend
-from fused_attn.backends.denylist import BLOCK_SPARSE
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import flash, variant_of
 from fused_attn.backends.flex.functions import mask_function
@@ -31,7 +30,7 @@ packing = pytest.importorskip(
 @pytest.fixture
 def _hopper(monkeypatch):
     """Pretend that flash-attn-4 and an H100 are present."""
-    monkeypatch.setattr(engines, "_installed", lambda package: flash.MIN_VERSION)
+    monkeypatch.setattr(engines, "version_of", lambda package: flash.MIN_VERSION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
@@ -75,13 +74,13 @@ def test_refuses_other_gpus(capability, reason, monkeypatch):
     [((9, 0), 300, (128, 128)), ((10, 0), 300, (256, 128)), ((10, 0), 100, (128, 128))],
 )
 def test_block_size(capability, seqlen_q, size, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(flash, "capability_of", lambda device: capability)
     call = types.SimpleNamespace(query=torch.empty(1, 1, seqlen_q, 64))
     assert get_backend("flex_flash").block_size(call) == size
 
 
 def test_not_available_without_the_package():
-    if engines._installed(flash.PACKAGE) is None:
+    if engines.version_of(flash.PACKAGE) is None:
         assert "flash-attn-4 is not installed" in get_backend("flex_flash").unavailable()
 
 
@@ -137,7 +136,6 @@ def test_torch_packs_the_mask(name):
 
 
 def test_versions_with_a_race_are_refused(monkeypatch):
-    monkeypatch.setattr(engines, "_installed", lambda package: "4.0.0b25")
+    monkeypatch.setattr(engines, "version_of", lambda package: "4.0.0b25")
     missing = "flash-attn-4 must be 4.0.0b26 or newer, got 4.0.0b25"
     assert missing in get_backend("flex_flash").unavailable()
-    assert not BLOCK_SPARSE.versions.contains(flash.MIN_VERSION, prereleases=True)

@@ -163,9 +163,10 @@ def test_denylist(capability, version, denied, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "__version__", version)
-    found = denylist.defects("cudnn", denylist.MASK_WITH_GRADIENTS, torch.device("cuda"))
+    device = torch.device("cuda")
+    found = denylist.reason_against("cudnn", denylist.MASK_WITH_GRADIENTS, device)
     assert bool(found) == denied
-    assert all(defect.source.startswith("https://") for defect in denylist.DEFECTS)
+    assert all(defect.source.startswith("https://") for defect in denylist.DEFECTS.values())
 
 
 def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):

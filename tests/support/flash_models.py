@@ -319,8 +319,8 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b1", "flash-attn-4": "4
 def installer(monkeypatch):
     """Yield a function that installs only the named engines, as stand-ins for the CPU."""
     monkeypatch.setattr(engines, "no_gpu", list)
-    monkeypatch.setattr(engines, "_installed", VERSIONS.get)
-    monkeypatch.setattr(denylist, "DEFECTS", ())
+    monkeypatch.setattr(engines, "version_of", VERSIONS.get)
+    monkeypatch.setattr(denylist, "DEFECTS", {})
     monkeypatch.setattr(flash, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(flash, "DTYPES", (*flash.DTYPES, torch.float64))
     calls.clear()

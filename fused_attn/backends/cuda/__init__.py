@@ -17,7 +17,8 @@ from fused_attn.backends import verdicts
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.kernels import KernelBackend, readable
-from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
+from fused_attn.backends.machine import too_old
+from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
 

@@ -11,9 +11,7 @@ of flash-attn 2.8, flash-attn-3 (hopper/flash_attn_interface.py), flash-attn-4 4
 
 from __future__ import annotations
 
-import functools
 import inspect
-from importlib import metadata
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,8 +20,9 @@ from torch import Tensor
 
 from fused_attn.backends import denylist
 from fused_attn.backends.flash.plan import MaskPlan, Sequences
+from fused_attn.backends.machine import capability_of, version_of
 from fused_attn.backends.problem import AttentionProblem
-from fused_attn.base.torch_state import is_intercepted
+from fused_attn.base.torch_state import is_intercepted, traced_as_constant
 
 TORCH = "torch.nn.attention.varlen"  # the engine that is not a separate package
 
@@ -277,17 +276,11 @@ def masked_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
+@traced_as_constant
 def no_gpu() -> list[str]:
     """Return the reason why no engine can run on this machine; empty with an NVIDIA GPU."""
     has_gpu = torch.version.hip is None and torch.cuda.is_available()
     return [] if has_gpu else ["requires an NVIDIA GPU"]
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU; None without a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 def _features_of(problem: AttentionProblem, plan: MaskPlan) -> list[str]:
@@ -312,26 +305,12 @@ def _exceeds_limit(problem: AttentionProblem, plan: MaskPlan) -> bool:
     return plan.right >= seqlen_k
 
 
+@traced_as_constant
 def missing(name: str, min_version: str) -> list[str]:
     """Return the reason why an engine is not installed in a known version."""
-    version = torch.__version__ if name == TORCH else _installed(name)
+    version = torch.__version__ if name == TORCH else version_of(name)
     if version is None:
         return [f"{name} is not installed"]
     if Version(version) < Version(min_version):
         return [f"{name} must be {min_version} or newer, got {version}"]
     return []
-
-
-@functools.cache
-def _installed(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed. It is not imported."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-# torch.compile calls these functions while tracing, and treats the results as constants.
-no_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
-capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-missing._dynamo_marked_constant = True  # type: ignore[attr-defined]

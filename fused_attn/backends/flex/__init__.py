@@ -23,14 +23,8 @@ from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
-from fused_attn.backends.problem import (
-    HAS_TRITON,
-    AttentionProblem,
-    NormProblem,
-    Problem,
-    kernel_limits,
-    too_old,
-)
+from fused_attn.backends.machine import HAS_TRITON, too_old
+from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, kernel_limits
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
@@ -98,7 +92,7 @@ class FlexBackend(EngineBackend):
         if device not in DEVICES:
             reasons.append(f"runs on {', '.join(DEVICES)}, not on {device}")
         elif device != "cpu":
-            reasons += _no_triton(problem.device)
+            reasons += too_old(problem.device) if HAS_TRITON else ["triton is not installed"]
         elif problem.needs_grad:
             reasons.append("does not support gradients on the CPU")
         elif problem.result == "lse":
@@ -188,19 +182,6 @@ def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
     if operands.lists is not None:
         sizes += operands.lists.kv_indices.shape[2:]  # the pattern determines the others
     return tuple([size == 1 for size in sizes])
-
-
-def _no_triton(device: torch.device) -> list[str]:
-    """Return the reason why FlexAttention's Triton kernels cannot run; empty if they can."""
-    if not HAS_TRITON:
-        return ["triton is not installed"]
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return []
-    return too_old(device)
-
-
-# torch.compile calls the function while tracing, and treats the result as a constant.
-_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_files() -> Iterator[Path]:

@@ -11,11 +11,14 @@ import torch
 from fused_attn.backends import verdicts
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend, kernel_files
+from fused_attn.backends.machine import capability_of
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
 
 PACKAGE = "flash-attn-4"
-MIN_VERSION = "4.0.0b26"  # the first without the race of denylist.BLOCK_SPARSE
+# The first without a race in the backward with block lists, which makes gradients wrong or NaN
+# (https://github.com/Dao-AILab/flash-attention/pull/2756).
+MIN_VERSION = "4.0.0b26"
 HOPPER, BLACKWELL = 9, (10, 11)
 # For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
 # both.
@@ -39,10 +42,10 @@ class FlexFlashBackend(FlexBackend):
             return reasons
         if problem.device.type != "cuda":
             return [*reasons, f"runs on cuda, not on {problem.device.type}"]
-        if torch.cuda.is_available():
-            major = torch.cuda.get_device_capability(problem.device)[0]
-            if major not in (HOPPER, *BLACKWELL):
-                reasons.append(f"runs on Hopper and Blackwell, not on compute capability {major}.x")
+        capability = capability_of(problem.device)
+        if capability is not None and capability[0] not in (HOPPER, *BLACKWELL):
+            major = capability[0]
+            reasons.append(f"runs on Hopper and Blackwell, not on compute capability {major}.x")
         if problem.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"does not support {problem.dtype}")
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
@@ -61,11 +64,11 @@ class FlexFlashBackend(FlexBackend):
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
         block_q, block_k = BLOCK_SIZE
-        if call.query.shape[2] <= block_q or not torch.cuda.is_available():
+        capability = capability_of(call.query.device)
+        if call.query.shape[2] <= block_q or capability is None or capability[0] not in BLACKWELL:
             return BLOCK_SIZE
         # On Blackwell, each thread block of the forward processes two query tiles.
-        major = torch.cuda.get_device_capability(call.query.device)[0]
-        return (2 * block_q, block_k) if major in BLACKWELL else BLOCK_SIZE
+        return 2 * block_q, block_k
 
 
 verdicts.KERNELS[FlexFlashBackend.name] = kernel_files

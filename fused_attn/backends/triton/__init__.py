@@ -22,8 +22,10 @@ import torch
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.kernels import KernelBackend
-from fused_attn.backends.problem import HAS_TRITON, Problem, kernel_limits, too_old
+from fused_attn.backends.machine import HAS_TRITON, too_old
+from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.backends.triton.launch import interpreted
+from fused_attn.base.torch_state import traced_as_constant
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -69,13 +71,10 @@ def _kernel_files() -> Iterator[Path]:
 verdicts.KERNELS[TritonBackend.name] = _kernel_files
 
 
+@traced_as_constant
 def _too_old(device: torch.device) -> list[str]:
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         wanted = ", ".join(HIP_ARCHS)
         return [] if arch in HIP_ARCHS else [f"runs on {wanted}, not on {arch}"]
     return too_old(device)
-
-
-# torch.compile calls the function while tracing, and treats the result as a constant.
-_too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]

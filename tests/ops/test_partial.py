@@ -10,7 +10,7 @@ import torch
 from helpers import BACKENDS, DTYPES, Reference, device_of, drawn
 
 from fused_attn.backends import get_backend, problem_of, reference, select
-from fused_attn.backends.flash import _common_refusals as flash_refusals
+from fused_attn.backends.flash import _choice as flash_refusals
 from fused_attn.call.calls import AttentionBackward, AttentionCall, with_options
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions

@@ -326,7 +326,7 @@ def installer(monkeypatch):
     calls.clear()
 
     def install(*names):
-        flash._choose.cache_clear()
+        flash._cached_choice.cache_clear()
         monkeypatch.setattr(flash, "ENGINES", tuple(ENGINES[name] for name in names))
         for module in (MODULES[name] for name in names):
             monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -337,4 +337,4 @@ def installer(monkeypatch):
                 monkeypatch.setattr(sys.modules[parent], own, module, raising=False)
 
     yield install
-    flash._choose.cache_clear()
+    flash._cached_choice.cache_clear()

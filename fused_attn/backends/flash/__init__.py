@@ -54,13 +54,8 @@ class FlashBackend(EngineBackend):
             reasons.append(f"runs on {', '.join(DEVICES)}, not on {problem.device.type}")
         if reasons:
             return reasons
-        reasons = _common_refusals(problem)
-        plan = _plan(problem)
-        if not isinstance(plan, MaskPlan):
-            reasons.append(plan)
-        elif not reasons and not any(not e.refusals(problem, plan) for e in ENGINES):
-            reasons = [engine.refusals(problem, plan)[0] for engine in ENGINES]
-        return reasons
+        chosen = _choice(problem)
+        return chosen if isinstance(chosen, list) else []
 
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
@@ -70,9 +65,9 @@ class FlashBackend(EngineBackend):
         sizes = call.query.shape, call.key.shape, call.value.shape
         if any(0 in shape for shape in sizes):
             return AttentionOutputs(*reference.attention(call), None, None)
-        choose = _choose.__wrapped__ if is_compiling() else _choose
-        chosen = choose(problem, is_intercepted())
-        assert chosen is not None  # see unsupported()
+        is_traced = is_compiling()
+        chosen = _choice(problem) if is_traced else _cached_choice(problem, is_intercepted())
+        assert not isinstance(chosen, list)  # see unsupported()
         engine, plan = chosen
         if plan.empty:
             return AttentionOutputs(*reference.attention(call), None, None)
@@ -90,8 +85,8 @@ class FlashBackend(EngineBackend):
         return None
 
 
-def _common_refusals(problem: AttentionProblem) -> list[str]:
-    """Return the reasons why no engine supports a problem, regardless of its mask."""
+def _choice(problem: AttentionProblem) -> tuple[Engine, MaskPlan] | list[str]:
+    """Return the first engine that supports a problem, and the plan; or why there is none."""
     reasons = [] if problem.dtype in DTYPES else [f"does not support {problem.dtype}"]
     if problem.transformed:
         reasons.append("does not support torch.func transforms or forward-mode AD")
@@ -101,7 +96,23 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
         reasons.append("does not support partial results (over some of the keys, to be merged)")
     if problem.result == "weights":
         reasons.append("cannot return attention weights")
+    plan = _plan(problem)
+    if not isinstance(plan, MaskPlan):
+        return [*reasons, plan]
+    if reasons:
+        return reasons
+    for engine in ENGINES:
+        refusals = engine.refusals(problem, plan)
+        if not refusals:
+            return engine, plan
+        reasons.append(refusals[0])
     return reasons
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_choice(problem: AttentionProblem, traced: bool) -> tuple[Engine, MaskPlan] | list[str]:
+    """Return `_choice`, cached also by `is_intercepted()`, on which the refusals depend."""
+    return _choice(problem)
 
 
 def _plan(problem: AttentionProblem) -> MaskPlan | str:
@@ -112,22 +123,6 @@ def _plan(problem: AttentionProblem) -> MaskPlan | str:
     if own is None:
         return "supports only causal masks, windows, padding and ALiBi, not this mask"
     return plan_of(own, problem.packed, problem.seqlen_q, problem.seqlen_k)
-
-
-@functools.lru_cache(maxsize=1024)
-def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, MaskPlan] | None:
-    """Return the first engine that supports a problem, and the plan; None if there is none.
-
-    Args:
-        traced: `is_intercepted()`, on which the refusals depend; part of the cache key.
-    """
-    plan = _plan(problem)
-    if not isinstance(plan, MaskPlan) or _common_refusals(problem):
-        return None
-    for engine in ENGINES:
-        if not engine.refusals(problem, plan):
-            return engine, plan
-    return None
 
 
 # ---- the pass -----------------------------------------------------------------------------------

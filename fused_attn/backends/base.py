@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fused_attn.backends import verdicts, weights_bwd
+from fused_attn.backends import reference, verdicts, weights_bwd
 from fused_attn.backends.problem import Problem
 from fused_attn.call.calls import (
     AttentionBackward,
@@ -51,10 +50,6 @@ class Backend:
     differentiable: ClassVar[bool] = False
     accepts_unchecked: ClassVar[bool] = False
     wraps_torch: ClassVar[bool] = False
-
-    def verifying(self) -> AbstractContextManager[None]:
-        """Return a context in which `fused-attn verify` makes its many kinds of calls."""
-        return nullcontext()
 
     def unavailable(self) -> list[str]:
         """Return the reasons why this backend cannot run on this machine; empty if it can."""
@@ -220,9 +215,10 @@ class Backend:
             want_total: True if total is requested. If neither flag is set, total may be None.
 
         Returns:
-            The outputs, or None to reject an UncheckedNorm.
+            The outputs, or None to reject an UncheckedNorm. By default, those of the reference.
         """
-        raise NotImplementedError
+        out, total = reference.norm(call)
+        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
 
     def norm_bwd(self, work: NormBackward) -> NormGradients | None:
         """Compute the gradients of a norm.

@@ -15,8 +15,6 @@ from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormCall,
-    NormOutputs,
 )
 
 
@@ -41,10 +39,6 @@ class EagerBackend(Backend):
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         return reference.attention_weights(call, average)
-
-    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        out, total = reference.norm(call)
-        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
 
     def activation(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fused_attn.backends import reference, verdicts
+from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import NormProblem, Problem
-from fused_attn.call.calls import NormCall, NormOutputs
 
 
 class EngineBackend(Backend):
@@ -21,7 +20,3 @@ class EngineBackend(Backend):
         if isinstance(problem, NormProblem):
             return ["does not support norms"]
         return verdicts.reasons_against(self.name, problem)
-
-    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        out, total = reference.norm(call)
-        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)

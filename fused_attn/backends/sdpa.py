@@ -13,7 +13,7 @@ from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
-from fused_attn.base.torch_state import is_compiling, needs_grad, traced_as_constant
+from fused_attn.base.torch_state import needs_grad, traced_as_constant
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,
@@ -242,11 +242,21 @@ def allowed_kernels(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch does not choose cuDNN if it has a defect for the call.
 
+    The forward makes the choice; its backward runs on the same kernels.
+
     Args:
         query, key, value: 4-D, as for torch's function.
         mask: its attn_mask.
     """
-    return _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET
+    if not _cudnn_is_denied(query, key, value, mask):
+        return _AS_SET
+    if not torch.compiler.is_compiling():
+        return _CudnnOff()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    enabled = zip(kernels, _enabled_kernels(), strict=True)
+    return sdpa_kernel([kernel for kernel, is_enabled in enabled if is_enabled])
 
 
 def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -257,20 +267,6 @@ def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         return False
     feature = denylist.ONE_QUERY_WITH_GRADIENTS if mask is None else denylist.MASK_WITH_GRADIENTS
     return denylist.is_denied("cudnn", feature, query.device)
-
-
-def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch chooses any of its enabled kernels except cuDNN's.
-
-    The forward makes the choice; its backward runs on the same kernels.
-    """
-    if not is_compiling():
-        return _CudnnOff()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-    enabled = zip(kernels, _enabled_kernels(), strict=True)
-    return sdpa_kernel([kernel for kernel, is_enabled in enabled if is_enabled])
 
 
 @traced_as_constant

@@ -6,12 +6,13 @@ this package and its kernels. It is stored in the user's cache folder and read o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,19 @@ KERNELS: dict[str, Callable[[], Iterable[Path]]] = {}
 
 BY_NAME_ONLY = "is opt-in until `fused-attn verify` finds it correct and faster here"
 _AGAIN = "run `fused-attn verify` again"
+
+in_verification = False  # a step of `fused-attn verify` is running, see `verifying`
+
+
+@contextlib.contextmanager
+def verifying() -> Iterator[None]:
+    """Let backends compile any number of kernels, and refuse calls instead of falling back."""
+    global in_verification
+    before, in_verification = in_verification, True
+    try:
+        yield
+    finally:
+        in_verification = before
 
 
 # ---- classes ------------------------------------------------------------------------------------
@@ -258,14 +272,10 @@ def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdi
     path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"identity": dict(identity), "classes": {str(n): asdict(c) for n, c in classes.items()}}
-    handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{path.stem}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=1)
+    with tempfile.TemporaryDirectory(dir=path.parent) as there:
+        temporary = Path(there, path.name)
+        temporary.write_text(json.dumps(facts, indent=1), "utf-8")
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     read_again()
     return path
 

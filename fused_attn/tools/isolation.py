@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -26,15 +25,10 @@ class Worker:
 
     Args:
         limit: time limit of a step, in seconds.
-        context: function without arguments that returns a context for all steps.
     """
 
-    def __init__(
-        self,
-        limit: float,
-        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        self._limit, self._context = limit, context
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
         self._running: tuple[SpawnProcess, Connection] | None = None
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -68,15 +62,15 @@ class Worker:
 
     def _start(self) -> tuple[SpawnProcess, Connection]:
         connection, other = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(other, self._context), daemon=True)
+        process = _SPAWN.Process(target=_serve, args=(other,), daemon=True)
         process.start()
         other.close()
         return process, connection
 
 
-def _serve(connection: Connection, context: Callable[[], AbstractContextManager[Any]]) -> None:
+def _serve(connection: Connection) -> None:
     """Run the functions that arrive on a connection, until its other end is closed."""
-    with contextlib.suppress(EOFError, ConnectionError), context():
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             function, args = connection.recv()
             connection.send(None)

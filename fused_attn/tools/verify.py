@@ -263,12 +263,10 @@ def _runner(report: Report) -> Iterator[Run]:
     it fails. If no process can use the GPU any more, the remaining steps fail without being run.
     """
     backend, device = report.backend, report.device
-    verifying = get_backend(backend).verifying
     if device.type == "cpu":
-        with verifying():
-            yield lambda step, check, *args: step(check, backend, device, *args)
+        yield lambda step, check, *args: step(check, backend, device, *args)
         return
-    worker, failed_starts, steps = Worker(STEP_SECONDS, verifying), 0, 0
+    worker, failed_starts, steps = Worker(STEP_SECONDS), 0, 0
 
     def run(step: Any, check: Check, *args: Any) -> Trial:
         nonlocal failed_starts, steps
@@ -305,32 +303,28 @@ def _checked(check: Check, backend: str, device: torch.device) -> Trial:
     """Run a check, and return its trial."""
     trial = Trial(adapted(backend, check))
     trial.refused = exception(backend, check, device.type == "cuda")
-
-    def run() -> None:
-        findings = trial.check.run(backend, device)
-        by_torch = get_backend(backend).wraps_torch
-        trial.findings = [*map(loosened, findings)] if by_torch else findings
-
     if not trial.refused:
-        _attempt(trial, device, run)
+        with _failures_in(trial, device):
+            findings = trial.check.run(backend, device)
+            by_torch = get_backend(backend).wraps_torch
+            trial.findings = [*map(loosened, findings)] if by_torch else findings
     return trial
 
 
 def _timed_check(check: Check, backend: str, device: torch.device, rounds: int) -> Trial:
     """Time a check's problem, and return a trial with the speedup."""
     trial = Trial(check)
-
-    def measure() -> None:
+    with _failures_in(trial, device):
         trial.speedup, trial.peer = _speedup(check, rounds, backend, device)
-
-    _attempt(trial, device, measure)
     return trial
 
 
-def _attempt(trial: Trial, device: torch.device, step: Callable[[], None]) -> None:
-    """Run a step; if it fails, record the reason in the trial."""
+@contextlib.contextmanager
+def _failures_in(trial: Trial, device: torch.device) -> Iterator[None]:
+    """Run a step within the block; if it fails, record the reason in the trial."""
     try:
-        step()
+        with verdicts.verifying():
+            yield
     except (NotImplementedError, torch.OutOfMemoryError) as error:
         trial.refused, trial.too_large = str(error), isinstance(error, torch.OutOfMemoryError)
     except Exception as error:  # report every failure

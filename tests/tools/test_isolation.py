@@ -43,7 +43,7 @@ class Processes:
 def on_pretended_gpu(monkeypatch, fails):
     """Verify the stand-in as if on a GPU; return the report and the stand-in worker."""
     processes = Processes(fails)
-    monkeypatch.setattr(verify, "Worker", lambda limit, context: processes)
+    monkeypatch.setattr(verify, "Worker", lambda limit: processes)
     monkeypatch.setattr(verify, "device_of", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(verify, "against", lambda name: [])
     with in_place_of_cpp() as backend:

@@ -13,13 +13,10 @@ from intervals (masks/intervals.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
@@ -75,11 +72,6 @@ class FlexBackend(EngineBackend):
             '"flex"), because no other torch kernel supports them. FlexAttention compiles a kernel '
             "for each kind of call, which can take minutes"
         )
-
-    def verifying(self) -> AbstractContextManager[None]:
-        from fused_attn.backends.flex import compiled
-
-        return compiled.verifying()
 
     def unavailable(self) -> list[str]:
         return list(_MISSING_FEATURES)
@@ -156,36 +148,19 @@ def variant_of(
 
     query, key, value = call.query, call.key, call.value
     operands, pattern = operands_of(call, block_size)
-    bias, options = operands.bias, call.options
-    variant = Variant(
-        pattern,
-        float(options.scale),
-        float(options.softcap),
-        want_lse,
-        needs_grad(query, key, value, bias),
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        value.shape[3],
-        query.dtype,
-        query.device.type,
-        None if bias is None else bias.dtype,
-        engine,
-        block_size,
-        _ones(query, key, operands),
-    )
-    return variant, operands
-
-
-def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
     sizes = [query.shape[0], query.shape[2], key.shape[2]]
     if operands.lists is not None:
         sizes += operands.lists.kv_indices.shape[2:]  # the pattern determines the others
-    return tuple([size == 1 for size in sizes])
+    bias = operands.bias
+    constants = (
+        query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype,
+        None if bias is None else bias.dtype, needs_grad(query, key, value, bias),
+        *[size == 1 for size in sizes],
+    )  # fmt: skip
+    scale, softcap = float(call.options.scale), float(call.options.softcap)
+    device_type = query.device.type
+    variant = Variant(pattern, scale, softcap, want_lse, engine, block_size, device_type, constants)
+    return variant, operands
 
 
-def kernel_files() -> Iterator[Path]:
-    return Path(__file__).parent.glob("*.py")
-
-
-verdicts.KERNELS[FlexBackend.name] = kernel_files
+verdicts.KERNELS[FlexBackend.name] = lambda: Path(__file__).parent.glob("*.py")

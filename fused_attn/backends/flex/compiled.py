@@ -20,6 +20,7 @@ from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config
 
+from fused_attn.backends import verdicts
 from fused_attn.backends.flex.functions import Variant, attend
 from fused_attn.backends.flex.operands import Operands, dimensions
 
@@ -28,28 +29,12 @@ from fused_attn.backends.flex.operands import Operands, dimensions
 MAX_VARIANTS = 64
 
 _functions: dict[Variant, Any] = {}  # None for a variant that cannot be compiled
-_verifying = False
 
 
 def at_limit(variant: Variant) -> bool:
     """Return True if a variant is new, but the limit on compiled variants is reached."""
-    return not _verifying and variant not in _functions and len(_functions) >= MAX_VARIANTS
-
-
-@contextlib.contextmanager
-def verifying() -> Iterator[None]:
-    """Compile any number of variants within the block, and refuse calls instead of falling back.
-
-    The variants are forgotten afterwards.
-    """
-    global _verifying
-    before, _verifying = (dict(_functions), _verifying), True
-    try:
-        yield
-    finally:
-        functions, _verifying = before
-        _functions.clear()
-        _functions.update(functions)
+    is_full = len(_functions) >= MAX_VARIANTS and not verdicts.in_verification
+    return is_full and variant not in _functions
 
 
 def run(
@@ -62,14 +47,14 @@ def run(
         limit.
 
     Raises:
-        NotImplementedError: the variant cannot be compiled, during `verifying`.
+        NotImplementedError: the variant cannot be compiled, during verification.
     """
     if at_limit(variant):
         _fall_back(f"has compiled kernels for {MAX_VARIANTS} kinds of calls, its limit")
         return None
     function = _functions.get(variant)
     if function is None and variant in _functions:
-        if _verifying:
+        if verdicts.in_verification:
             _fall_back("cannot compile this kind of call")
         return None
     try:
@@ -83,8 +68,8 @@ def run(
 
 
 def _fall_back(reason: str) -> None:
-    """Warn that a call runs on eager attention; during `verifying`, refuse the call instead."""
-    if _verifying:
+    """Warn that a call runs on eager attention; during verification, refuse the call instead."""
+    if verdicts.in_verification:
         raise NotImplementedError(reason)
     text = f'backend "flex" {reason}, so calls of this kind run on eager attention'
     warnings.warn(text, stacklevel=3)
@@ -123,7 +108,7 @@ def _any_size(tensors: list[tuple[Tensor, str]]) -> Iterator[None]:
     """Mark the sizes of batch and sequences as dynamic within the block.
 
     Otherwise torch.compile would first compile for constants, and again for each size that changes
-    in a later call. Heads and head dimensions stay constant. So do sizes of 1, see `Variant.ones`.
+    in a later call. Heads, head dimensions and sizes of 1 stay constant, see `Variant`.
 
     Args:
         tensors: each with the letters of its dimensions; those of "h" stay constant.

@@ -10,7 +10,7 @@ import torch
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.flash import engines
-from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend, kernel_files
+from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend
 from fused_attn.backends.machine import capability_of
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
@@ -71,4 +71,4 @@ class FlexFlashBackend(FlexBackend):
         return 2 * block_q, block_k
 
 
-verdicts.KERNELS[FlexFlashBackend.name] = kernel_files
+verdicts.KERNELS[FlexFlashBackend.name] = verdicts.KERNELS[FlexBackend.name]

@@ -6,7 +6,7 @@ are traced instead of run if FlexAttention is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,29 +25,21 @@ class Variant(NamedTuple):
         pattern: operands of the mask, and their dimensions.
         scale, softcap: constants of the kernel; softcap 0 means none.
         want_lse: also return lse.
-        trains: gradients are computed.
-        num_heads, num_heads_kv, head_dim, head_dim_v, dtype, device_type: of query, key and value.
-        bias_dtype: of the bias, or None.
         engine: FlexAttention's kernel_options["BACKEND"], "TRITON" or "FLASH".
         block_size: queries and keys of a block.
-        ones: which sizes of query, key and block lists are 1, for which torch.compile specializes.
+        device_type: of all tensors.
+        constants: what else torch.compile specializes for: heads, head_dims, dtypes, whether
+            gradients are computed, and which sizes of query, key and block lists are 1.
     """
 
     pattern: Pattern
     scale: float
     softcap: float
     want_lse: bool
-    trains: bool
-    num_heads: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    dtype: torch.dtype
-    device_type: str
-    bias_dtype: torch.dtype | None
     engine: str
     block_size: tuple[int, int]
-    ones: tuple[bool, ...]
+    device_type: str
+    constants: tuple[Hashable, ...]
 
 
 def attend(
@@ -75,7 +67,7 @@ def attend(
         score_function(variant, operands),
         block_mask,
         variant.scale,
-        enable_gqa=variant.num_heads != variant.num_heads_kv,
+        enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True) if variant.want_lse else None,
         kernel_options=options,
     )

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.fields import TENSORS
-from fused_attn.masks.intervals import (
-    BlockLists,
-    Intervals,
-    Rows,
-    block_lists,
-    intervals_of,
-    unmasked_keys,
-)
+from fused_attn.masks.intervals import BlockLists, Rows, block_lists, intervals_of, unmasked_keys
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec
 
@@ -38,7 +31,7 @@ class Operands(NamedTuple):
         lists: visible blocks; None if every position is visible.
         begin, end: the interval of visible keys of each query row.
         query_documents, key_documents, key_mask, dense: conditions that the intervals do not
-            express, see `Intervals.rest`.
+            express, see `masks.intervals.Intervals`.
         bias: added to the scores.
         slopes, diagonal: ALiBi adds -slopes * |diagonal - key|.
         sequence, position, first_key: see `masks.intervals.Rows`; for packed sequences if `dense`,
@@ -85,18 +78,15 @@ class _Structure(NamedTuple):
     """Values derived from a mask's tensors, without a reference to one of them.
 
     Attributes:
-        intervals: see masks/intervals.py; `rest` has only tensors that were made for packed rows.
-        rest: the names of all fields of `Intervals.rest`.
+        tables: begin, end and the conditions of Operands; None for a tensor of the mask itself.
+        rows: see masks/intervals.py.
         lists, unmasked: see Operands.
     """
 
-    intervals: Intervals
-    rest: frozenset[str]
+    tables: dict[str, Tensor | None]
+    rows: Rows | None
     lists: BlockLists
     unmasked: Tensor | None
-
-
-_CONDITIONS = ("query_documents", "key_documents", "key_mask", "dense")
 
 
 def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
@@ -117,14 +107,8 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
     lists = unmasked = None
     tensors: dict[str, Tensor] = {}
     if _masks_positions(spec):
-        structure = _structure_of(spec, call, block_size)
-        intervals, lists, unmasked = structure.intervals, structure.lists, structure.unmasked
-        rows = intervals.rows
-        tensors["begin"], tensors["end"] = intervals.begin, intervals.end
-        for name in _CONDITIONS:
-            if name in structure.rest:
-                made = getattr(intervals.rest, name)
-                tensors[name] = getattr(spec, name) if made is None else made
+        tables, rows, lists, unmasked = _structure_of(spec, call, block_size)
+        tensors = {n: getattr(spec, n) if made is None else made for n, made in tables.items()}
     if spec.bias is not None:
         tensors["bias"] = spec.bias
     if spec.slopes is not None:
@@ -173,12 +157,13 @@ def _structure_of(spec: MaskSpec, call: AttentionCall, block_size: BlockSize) ->
 
     def make() -> _Structure:
         intervals = intervals_of(spec, shape, device)
-        rest = intervals.rest
-        names = frozenset(n for n in _CONDITIONS if getattr(rest, n) is not None)
-        made = {n: getattr(rest, n) for n in names if getattr(rest, n) is not getattr(spec, n)}
+        tables: dict[str, Tensor | None] = {"begin": intervals.begin, "end": intervals.end}
+        for name in ("query_documents", "key_documents", "key_mask", "dense"):
+            tensor = getattr(intervals.rest, name)
+            if tensor is not None:
+                tables[name] = None if tensor is getattr(spec, name) else tensor
         unmasked = unmasked_keys(intervals, heads) if _clears(spec, shape) else None
-        lists = block_lists(intervals, block_size)
-        return _Structure(replace(intervals, rest=MaskSpec(**made)), names, lists, unmasked)
+        return _Structure(tables, intervals.rows, block_lists(intervals, block_size), unmasked)
 
     tensors = [t for t in spec.tensors() if t is not None]
     memo_key = ("flex", device, block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)

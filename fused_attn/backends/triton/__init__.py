@@ -14,7 +14,6 @@ the interpreter with the patches in tests/support/triton_interpreter.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,7 @@ class TritonBackend(KernelBackend):
         return norm_host
 
 
-def _kernel_files() -> Iterator[Path]:
-    return Path(__file__).parent.glob("*.py")
-
-
-verdicts.KERNELS[TritonBackend.name] = _kernel_files
+verdicts.KERNELS[TritonBackend.name] = lambda: Path(__file__).parent.glob("*.py")
 
 
 @traced_as_constant

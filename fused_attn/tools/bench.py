@@ -10,31 +10,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import functional, masks
+from fused_attn import masks
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.packed import cumulative
-from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
-from fused_attn.tools import ceilings, contract, timing
+from fused_attn.tools import contract, timing
 from fused_attn.tools.cases import (
     DTYPES,
     Shape,
     as_dense_mask,
     as_one_tensor,
+    combined,
     make_mask,
+    packed_rows,
+    packed_sequences,
     sequence_lengths,
     tensors_of,
 )
-from fused_attn.varlen import varlen_attention
+from fused_attn.tools.checks import attend
 
 OURS, PEER = "fused_attn", "sdpa"
 
@@ -122,18 +123,21 @@ def measure(
     device, torch_dtype = torch.device(device), getattr(torch, dtype)
     # The gradient of the bias is a sum over all sequences.
     sample = shape.reduced(shape.batch if bias else None)
-    layout = (_Packed if packed else _Padded)(shape, sample, device)
     padded = shape.operands(torch_dtype, device, layout="transposed")
-    own_mask = make_mask(mask, shape)
-    own_mask = None if own_mask is None else own_mask.to(device)
+    own_mask = make_mask(mask, shape, device)
     if bias:
         scores = 1, shape.num_heads, shape.seqlen_q, shape.seqlen_k
         padded["bias"] = torch.randn(scores, dtype=torch_dtype, device=device)
-    operands = {name: layout.pack(name, tensor) for name, tensor in padded.items()}
-    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+    operands, peer_mask = padded, own_mask
+    sequences = sample_sequences = None
+    if packed:
+        operands = {n: t if n == "bias" else packed_rows(t) for n, t in padded.items()}
+        peer_mask = combined(own_mask, make_mask("padding", shape, device))
+        sequences = packed_sequences(shape, device)
+        sample_sequences = packed_sequences(shape, device, sample.batch)
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
-        mask=normalize(own_mask, *sizes, padded["query"]).kind, seqlen_k=shape.seqlen_k,
+        mask=normalize(own_mask, *shape.scores, padded["query"]).kind, seqlen_k=shape.seqlen_k,
         bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
         dropout=dropout_p > 0, needs_grad=backward,
         packed=packed,
@@ -142,29 +146,29 @@ def measure(
     # Naming a backend disables the fast path of small calls, so the default backend is not named.
     not_default = chosen != select(problem).name
     context = use_backend(chosen) if not_default else contextlib.nullcontext()
-    visible, fixed_bias = tensors_of(own_mask, shape, device)
-    part = sample.part_of(shape)
+    visible, fixed_bias = tensors_of(peer_mask, shape, device)
+    part = _part_of(shape, sample)
     sample_visible, sample_bias = (None if t is None else part(t) for t in (visible, fixed_bias))
-    visible = layout.without_padding(visible)
 
     def own(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor, **dropout: Any) -> Tensor:
-        return layout.attend(query, key, value, _with_biases(own_mask, biases), **dropout)
+        whole = combined(own_mask, *map(masks.bias, biases))
+        return attend(query, key, value, whole, sequences, **dropout)
 
     def eager(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         bias_of_dtype = (
             None if sample_bias is None else sample_bias.to(statistics_dtype(query.dtype))
         )
         with use_backend("eager"):
-            mask = as_dense_mask(sample_visible, bias_of_dtype)
-            return layout.attend(query, key, value, _with_biases(mask, biases))
+            whole = combined(as_dense_mask(sample_visible, bias_of_dtype), *map(masks.bias, biases))
+            return attend(query, key, value, whole, sample_sequences)
 
     is_causal = mask == "causal" and not bias and not packed
     peer = _peer(shape, is_causal, visible, fixed_bias, torch_dtype)
     with context:
-        verdict = contract.check(own, eager, operands, torch_dtype, backward, layout.part)
+        verdict = contract.check(own, eager, operands, torch_dtype, backward, part)
         result = Result(
             str(shape), mask, dtype, "backward" if backward else "forward", chosen,
-            layout.share(visible), verdict.ok, verdict.worst.name, verdict.worst.error,
+            _share(shape, visible, packed), verdict.ok, verdict.worst.name, verdict.worst.error,
             verdict.worst.limit, {},
         )  # fmt: skip
         if not verdict.ok:
@@ -174,12 +178,12 @@ def measure(
         peer_leaves = [t.requires_grad_(backward) for t in padded.values()]
         with torch.set_grad_enabled(backward):
             dropping = [functools.partial(call, dropout_p=dropout_p) for call in (own, peer)]
-            calls = {OURS: _timed(dropping[0], leaves)}
+            calls = {OURS: timing.timed(dropping[0], leaves, result.direction)}
             try:
-                agrees = verdict.agrees(
-                    layout.pack("query", _zero_masked_rows(peer(*peer_leaves), visible))
-                )
-                calls |= {PEER: _timed(dropping[1], peer_leaves)} if agrees else {}
+                out = _zero_masked_rows(peer(*peer_leaves), visible)
+                agrees = verdict.agrees(packed_rows(out) if packed else out)
+                if agrees:
+                    calls[PEER] = timing.timed(dropping[1], peer_leaves, result.direction)
                 result.note = "" if agrees else "SDPA computes a different result: not timed"
             except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
@@ -188,8 +192,8 @@ def measure(
     if limits is not None:
         products = 5 if backward else 2
         flops = products * shape.score_flops() * result.visible
-        least = ceilings.shortest(flops, shape.key_bytes(torch_dtype), dtype, limits)
-        result.share = least / seconds[OURS]
+        read = shape.key_bytes(torch_dtype) / limits["read"]
+        result.share = max(flops / limits[dtype], read) / seconds[OURS]
     if PEER in seconds:
         result.speedup = seconds[PEER] / seconds[OURS]
     return result
@@ -221,97 +225,26 @@ def require_memory(
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 
-class _Padded:
-    """Operands of `bench` as (batch, heads, seqlen, head_dim) tensors.
+def _part_of(shape: Shape, sample: Shape) -> Callable[[Tensor], Tensor]:
+    """Return `sample.part_of(shape)`, which also slices `packed_rows` of such tensors."""
+    padded = sample.part_of(shape)
+    both = [sequence_lengths(shape.batch, longest) for longest in (shape.seqlen_q, shape.seqlen_k)]
+    rows = {int(lengths.sum()): int(lengths[: sample.batch].sum()) for lengths in both}
 
-    Args:
-        shape: sizes of the call.
-        sample: sizes of the part that is checked.
-    """
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 4:
+            return padded(tensor)
+        return padded(tensor.transpose(0, 1)).transpose(0, 1)[: rows[len(tensor)]]
 
-    def __init__(self, shape: Shape, sample: Shape, device: torch.device) -> None:
-        self.shape, self.sample = shape, sample
-
-    def pack(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a padded operand in this layout."""
-        return tensor
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return the part of an operand, a result or a gradient that is checked."""
-        return self.sample.part_of(self.shape)(tensor)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **dropout: Any
-    ) -> Tensor:
-        """Return the attention of operands in this layout, of all or of the part."""
-        out = functional.scaled_dot_product_attention(
-            query, key, value, mask, enable_gqa=True, **dropout
-        )
-        return cast(Tensor, out)
-
-    def without_padding(self, visible: Tensor | None) -> Tensor | None:
-        """Return the mask that padded operands need to compute the same."""
-        return visible
-
-    def share(self, visible: Tensor | None) -> float:
-        """Return the fraction of visible pairs of a query and a key."""
-        return 1.0 if visible is None else round(visible.float().mean().item(), 4)
+    return part
 
 
-class _Packed(_Padded):
-    """Operands as (total, heads, head_dim) tensors of sequences with `sequence_lengths` tokens."""
-
-    def __init__(self, shape: Shape, sample: Shape, device: torch.device) -> None:
-        super().__init__(shape, sample, device)
-        self.real, self.starts = {}, {}
-        for name, seqlen in (("query", shape.seqlen_q), ("key", shape.seqlen_k)):
-            lengths = sequence_lengths(shape.batch, seqlen).to(device)
-            self.real[name] = torch.arange(seqlen, device=device) < lengths[:, None]
-            cu_seqlens = cumulative(lengths)
-            for starts in (cu_seqlens, cu_seqlens[: sample.batch + 1]):
-                self.starts[int(starts[-1])] = starts  # the same tensor in every call
-
-    def pack(self, name: str, tensor: Tensor) -> Tensor:
-        if name == "bias":
-            return tensor
-        return tensor.transpose(1, 2)[self.real["query" if name == "query" else "key"]]
-
-    def part(self, tensor: Tensor) -> Tensor:
-        if tensor.dim() == 4:  # the bias
-            return super().part(tensor)
-        heads = self.sample.num_heads_kv * tensor.shape[1] // self.shape.num_heads_kv
-        seqlen = self.starts[len(tensor)][: self.sample.batch + 1][-1]
-        return tensor[:seqlen, :heads]
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **dropout: Any
-    ) -> Tensor:
-        starts = self.starts[len(query)], self.starts[len(key)]
-        longest = self.shape.seqlen_q, self.shape.seqlen_k
-        return cast(Tensor, varlen_attention(query, key, value, *starts, *longest, mask, **dropout))
-
-    def without_padding(self, visible: Tensor | None) -> Tensor | None:
-        keys = self.real["key"][:, None, None]
-        return keys if visible is None else visible & keys
-
-    def share(self, visible: Tensor | None) -> float:
-        assert visible is not None
-        return super().share(visible & self.real["query"][:, None, :, None])
-
-
-def _with_biases(mask: Mask | None, biases: Sequence[Tensor]) -> Mask | None:
-    for bias in biases:
-        mask = masks.bias(bias) if mask is None else mask & masks.bias(bias)
-    return mask
-
-
-def _timed(call: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
-    """Return a callable that runs the backward alone, or the forward if gradients are disabled."""
-    if not torch.is_grad_enabled():
-        return lambda: call(*leaves)
-    out = call(*leaves)
-    grad = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+def _share(shape: Shape, visible: Tensor | None, packed: bool) -> float:
+    """Return the fraction of visible pairs of a query and a key, of which padding has none."""
+    if packed and visible is not None:
+        real = torch.arange(shape.seqlen_q) < sequence_lengths(shape.batch, shape.seqlen_q)[:, None]
+        visible = visible & real.to(visible.device)[:, None, :, None]
+    return 1.0 if visible is None else round(visible.float().mean().item(), 4)
 
 
 def _peer(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
+from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
@@ -64,9 +68,14 @@ class Shape:
             heads += f"/{self.num_heads_kv}"
         return f"{self.batch},{heads},{self.seqlen_q},{self.seqlen_k},{self.head_dim}"
 
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """The shape of the scores: (batch, num_heads, seqlen_q, seqlen_k)."""
+        return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
+
     def score_flops(self) -> int:
         """Return the FLOPs of one matmul of all queries with all keys, without a mask."""
-        return 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * self.head_dim
+        return 2 * math.prod(self.scores) * self.head_dim
 
     def key_bytes(self, dtype: torch.dtype) -> int:
         """Return the size of the key and value tensors together, in bytes."""
@@ -213,7 +222,7 @@ MASKS = {
 }  # fmt: skip
 
 
-def make_mask(text: str, shape: Shape) -> Mask | None:
+def make_mask(text: str, shape: Shape, device: torch.device | str = "cpu") -> Mask | None:
     """Return the mask for a shape that `text` names: "none", or names of `MASKS` joined by "+".
 
     Raises:
@@ -222,7 +231,7 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
     Example:
         >>> make_mask("causal+window:128", shape)
     """
-    mask = None
+    parts = []
     for part in [] if text == "none" else text.split("+"):
         name, _, size = part.partition(":")
         kind = MASKS.get(name)
@@ -231,9 +240,14 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
             raise ValueError(
                 f"mask must be none, or one or more of {', '.join(sized)} joined by +, got {text!r}"
             )
-        own = kind.make(shape, int(size or kind.size))
-        mask = own if mask is None else mask & own
-    return mask
+        parts.append(kind.make(shape, int(size or kind.size)).to(device))
+    return combined(*parts)
+
+
+def combined(*parts: Mask | None) -> Mask | None:
+    """Return the conjunction of masks, of which None masks nothing; None if all are None."""
+    given = [part for part in parts if part is not None]
+    return functools.reduce(operator.and_, given) if given else None
 
 
 # ---- masks as tensors ---------------------------------------------------------------------------
@@ -250,9 +264,8 @@ def tensors_of(
     Returns:
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     """
-    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-    spec = normalize(mask, *sizes, torch.empty(0, device=device))
-    visible, bias = materialize(spec, *sizes, torch.device(device), dtype)
+    spec = normalize(mask, *shape.scores, torch.empty(0, device=device))
+    visible, bias = materialize(spec, *shape.scores, torch.device(device), dtype)
     if visible is not None:
         first = visible[:, :, :1]
         if torch.equal(first.expand_as(visible), visible):  # independent of the query
@@ -270,7 +283,38 @@ def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtyp
 
 def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
     """Return a dense Mask that combines visible keys and a score bias; None if both are None."""
-    mask = None if visible is None else masks.dense(visible)
-    if bias is None:
-        return mask
-    return masks.bias(bias) if mask is None else mask & masks.bias(bias)
+    return combined(
+        None if visible is None else masks.dense(visible),
+        None if bias is None else masks.bias(bias),
+    )
+
+
+# ---- packed sequences ---------------------------------------------------------------------------
+
+
+def packed_rows(tensor: Tensor) -> Tensor:
+    """Pack (batch, num_heads, seqlen, head_dim) into (total, num_heads, head_dim).
+
+    The lengths are those of `sequence_lengths`.
+    """
+    lengths = sequence_lengths(tensor.shape[0], tensor.shape[2]).tolist()
+    pairs = zip(tensor, lengths, strict=True)
+    return torch.cat([one[:, :length].transpose(0, 1) for one, length in pairs])
+
+
+def packed_sequences(
+    shape: Shape, device: torch.device, batch: int | None = None
+) -> tuple[Tensor, Tensor, int, int]:
+    """Return the arguments of varlen_attention for `packed_rows` of query, key and value.
+
+    Args:
+        batch: number of the first sequences to use; None for all.
+
+    Returns:
+        cu_seqlens and the maximum lengths of queries and keys.
+    """
+    lengths = shape.seqlen_q, shape.seqlen_k
+    cu_seqlens_q, cu_seqlens_k = (
+        cumulative(sequence_lengths(shape.batch, length)[:batch]).to(device) for length in lengths
+    )
+    return cu_seqlens_q, cu_seqlens_k, *lengths

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fused_attn.backends.fields import DTYPES
+from fused_attn.base.torch_state import dtype_name
 from fused_attn.tools.timing import cpu_seconds
 
 _ROUNDS = 7
@@ -33,26 +34,17 @@ def cpu_ceilings() -> dict[str, float]:
     source = torch.ones(_ELEMENTS)
     target = torch.empty_like(source)
     return {
-        **{name_of(t): _cpu.product_peak(DTYPES[t], threads) for t in _TYPES},
+        **{dtype_name(t): _cpu.product_peak(DTYPES[t], threads) for t in _TYPES},
         "multiply_add": _cpu.multiply_add_peak(threads),
         "copy": 2 * source.nbytes / _median(lambda: target.copy_(source)),
         "read": source.nbytes / _median(source.sum),
     }
 
 
-def shortest(flops: float, nbytes: float, dtype: str, ceilings: dict[str, float]) -> float:
-    """Return a lower bound in seconds on the time of `flops` operations and `nbytes` bytes read."""
-    return max(flops / ceilings[dtype], nbytes / ceilings["read"])
-
-
 def format_ceilings(ceilings: dict[str, float]) -> str:
     """Format the ceilings on one line."""
-    rates = [f"{ceilings[name_of(t)] / 1e9:,.0f} GFLOP/s {name_of(t)}" for t in _TYPES]
+    rates = [f"{ceilings[dtype_name(t)] / 1e9:,.0f} GFLOP/s {dtype_name(t)}" for t in _TYPES]
     return ", ".join([*rates, f"{ceilings['read'] / 1e9:.0f} GB/s read"])
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _median(call: Callable[[], Any]) -> float:

@@ -18,23 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn import functional, masks, varlen
-from fused_attn.backends import AttentionProblem, NormProblem
+from fused_attn import functional, masks
+from fused_attn.backends import AttentionProblem, NormProblem, use_backend
 from fused_attn.backends.problem import Problem
 from fused_attn.backends.verdicts import ProblemClass, classes_of
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.packed import cumulative
 from fused_attn.decode import decode_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.tools import contract
-from fused_attn.tools.cases import Shape, make_mask, sequence_lengths
+from fused_attn.tools.cases import (
+    Shape,
+    combined,
+    make_mask,
+    packed_rows,
+    packed_sequences,
+    sequence_lengths,
+)
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.merging import merged_attention
+from fused_attn.varlen import varlen_attention
 
 Call = Callable[..., Any]
 
@@ -100,12 +107,12 @@ class Check:
         device = torch.device(device)
         if self.how == "bits":
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                got, want = contract.by(backend, self.kept)(device)
+                got, want = use_backend(backend)(self.kept)(device)
             return [_difference("weights that dropout keeps", got, want)]
-        call = contract.by(backend, self.call(device))
+        call = use_backend(backend)(self.call(device))
         operands, dtype = self.operands(device), getattr(torch, self.dtype)
         if self.how == "contract":
-            eager = contract.by("eager", self.eager(device))
+            eager = use_backend("eager")(self.eager(device))
             return contract.check(call, eager, operands, dtype, self.gradients).findings
         runs = _two_runs(call, list(operands.values()), self.gradients, self.how == "graph")
         pairs = enumerate(zip(*runs, strict=True))
@@ -164,7 +171,7 @@ class AttentionCheck(Check):
                 for b, length in enumerate(sequence_lengths(shape.batch, shape.seqlen_k)):
                     operands[name][b, :, length:] = float("nan")
         if self.packed:
-            operands = {name: _rows(tensor) for name, tensor in operands.items()}
+            operands = {name: packed_rows(tensor) for name, tensor in operands.items()}
         if self.bias == "learned":
             operands["bias"] = self._bias(device)
         return operands
@@ -177,55 +184,34 @@ class AttentionCheck(Check):
 
     def call(self, device: torch.device) -> Call:
         shape = Shape.parse(self.shape)
-        mask = make_mask(self.mask, shape)
-        mask = None if mask is None else mask.to(device)
-        options: dict[str, Any] = {"dropout_p": self.dropout_p}
-
+        mask = make_mask(self.mask, shape, device)
         if self.result == "weights":
             if self.bias or self.packed or self.softcap is not None:
                 raise ValueError("result='weights' supports only masks and dropout")
-
-            def weights(query: Tensor, key: Tensor, value: Tensor) -> Any:
-                return attention_with_weights(query, key, value, mask, average=True, **options)
-
-            return weights
-
-        more: dict[str, Any] = {
-            **options,
+            dropping = {"attn_mask": mask, "average": True, "dropout_p": self.dropout_p}
+            return functools.partial(attention_with_weights, **dropping)
+        options: dict[str, Any] = {
+            "dropout_p": self.dropout_p,
             "softcap": self.softcap,
             "return_lse": self.result == "lse",
         }
         constant = self._bias(device) if self.bias == "constant" else None
-        if self.packed:
-            sequences = _sequences(shape, device)
+        sequences = packed_sequences(shape, device) if self.packed else None
 
-            def packed(
-                query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant
-            ) -> Any:
-                whole = _both(mask, bias)
-                return varlen.varlen_attention(query, key, value, *sequences, whole, **more)
+        def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant) -> Any:
+            return attend(query, key, value, _both(mask, bias), sequences, **options)
 
-            return packed
-
-        def padded(
-            query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant
-        ) -> Any:
-            whole = _both(mask, bias)
-            return functional.scaled_dot_product_attention(
-                query, key, value, whole, enable_gqa=True, **more
-            )
-
-        return padded
+        return call
 
     def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
         shape, there = Shape.parse(self.shape), {"dtype": getattr(torch, self.dtype)}
-        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-        query = torch.zeros(*sizes[:3], 8, device=device, **there)
-        key = torch.zeros(*sizes[:2], shape.seqlen_k, 8, device=device, **there)
+        batch, heads, seqlen_q, seqlen_k = shape.scores
+        query = torch.zeros(batch, heads, seqlen_q, 8, device=device, **there)
+        key = torch.zeros(batch, heads, seqlen_k, 8, device=device, **there)
         # With an identity matrix as value, out equals the dropped-out weights.
-        value = torch.eye(shape.seqlen_k, device=device, **there).expand(*sizes[:2], -1, -1)
+        value = torch.eye(seqlen_k, device=device, **there).expand(batch, heads, -1, -1)
         torch.manual_seed(self.seed)
-        want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *sizes)
+        want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *shape.scores)
         torch.manual_seed(self.seed)
         out = functional.scaled_dot_product_attention(query, key, value, None, self.dropout_p)
         assert isinstance(out, Tensor)
@@ -244,13 +230,12 @@ class PartialCheck(AttentionCheck):
         if self.packed or self.dropout_p or self.result != "out" or self.bias == "learned":
             raise ValueError("PartialCheck supports only masks, constant biases and softcap")
         shape, softcap = Shape.parse(self.shape), self.softcap or 0.0
-        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-        mask = make_mask(self.mask, shape)
-        whole = _both(mask, self._bias(device) if self.bias else None)
+        bias = self._bias(device) if self.bias else None
+        mask = _both(make_mask(self.mask, shape, device), bias)
         options = AttentionOptions(shape.head_dim**-0.5, softcap, partial=True)
 
         def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            spec = normalize(None if whole is None else whole.to(device), *sizes, query)
+            spec = normalize(mask, *shape.scores, query)
             return merged_attention(AttentionCall(query, key, value, spec, options))
 
         return merged
@@ -391,34 +376,33 @@ class NormCheck(Check):
 # ---- helpers ------------------------------------------------------------------------------------
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    sequences: tuple[Tensor, Tensor, int, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Call varlen_attention for `packed_sequences`; without them, scaled_dot_product_attention."""
+    if sequences is not None:
+        return varlen_attention(query, key, value, *sequences, mask, **options)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, enable_gqa=True, **options
+    )
+
+
 @functools.cache
 def _kind(mask: str, seqlen_q: int, seqlen_k: int) -> str:
     """Return `MaskSpec.kind` of a mask, which does not depend on the batch and the heads."""
-    sizes = 1, 1, seqlen_q, seqlen_k
     shape = Shape(1, 1, 1, seqlen_q, seqlen_k, 8)
-    return normalize(make_mask(mask, shape), *sizes, torch.empty(0)).kind
+    return normalize(make_mask(mask, shape), *shape.scores, torch.empty(0)).kind
 
 
 def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
     """Combine a mask with a float bias that is converted to the dtype of the scores."""
-    if bias is None:
-        return mask
-    own = masks.bias(bias.to(statistics_dtype(bias.dtype)))
-    return own if mask is None else mask & own
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Pack (batch, num_heads, seqlen, head_dim) into (total_tokens, num_heads, head_dim)."""
-    lengths = sequence_lengths(tensor.shape[0], tensor.shape[2]).tolist()
-    pairs = zip(tensor, lengths, strict=True)
-    return torch.cat([one[:, :length].transpose(0, 1) for one, length in pairs])
-
-
-def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return cu_seqlens and maximum lengths of queries and keys, to match `_rows`."""
-    lengths = shape.seqlen_q, shape.seqlen_k
-    ends = [cumulative(sequence_lengths(shape.batch, length)).to(device) for length in lengths]
-    return ends[0], ends[1], *lengths
+    own = None if bias is None else masks.bias(bias.to(statistics_dtype(bias.dtype)))
+    return combined(mask, own)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fused_attn.base.torch_state import dtype_name
 from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import CALLS_SDPA
 from fused_attn.swap import SwapReport
@@ -126,7 +127,7 @@ class ComparisonReport:
         """Return the report as a dict of JSON-serializable values."""
         return {
             "ok": self.ok,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "swapped": [dataclasses.asdict(s) for s in self.swap.swapped],
             "skipped": [dataclasses.asdict(s) for s in self.swap.skipped],
@@ -137,9 +138,8 @@ class ComparisonReport:
 
     def title(self) -> str:
         """Return a line that describes the rows: reference, dtype and number of swapped modules."""
-        dtype = str(self.dtype).removeprefix("torch.")
         swapped = len(self.swap.swapped)
-        return f"errors against float64, {dtype} model, {swapped} modules swapped"
+        return f"errors against float64, {dtype_name(self.dtype)} model, {swapped} modules swapped"
 
     def verdict(self) -> str:
         """Return the verdict as text, with the number of outputs and gradients."""

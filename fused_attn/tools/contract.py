@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends import use_backend
 from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
@@ -205,16 +204,6 @@ class Verdict:
 def worst(findings: Iterable[Finding]) -> Finding:
     """Return the finding that is closest to its limit, or exceeds it most."""
     return max(findings, key=lambda f: f.error / f.limit if f.limit else f.error)
-
-
-def by(backend: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `call` on the given backend."""
-
-    def run(*operands: Any) -> Any:
-        with use_backend(backend):
-            return call(*operands)
-
-    return run
 
 
 def check(

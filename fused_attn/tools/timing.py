@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from fused_attn.tools.contract import results_of
 
 Call = Callable[[], Any]
 
@@ -63,8 +67,36 @@ def row_seconds(call: Call) -> float:
     return (time.perf_counter() - start) / CALLS_IN_A_ROW
 
 
+def timed(call: Callable[..., Any], operands: Sequence[Tensor], passes: str) -> Call:
+    """Return a callable that runs passes of call(*operands), and that ran once as a warm-up.
+
+    Args:
+        passes: "forward", "backward" (of one forward, which ran before) or "both".
+    """
+    if passes == "forward":
+        step: Call = functools.partial(call, *operands)
+    else:
+        grads = [torch.randn_like(out) for out in results_of(call(*operands))]
+        step = functools.partial(_forward_and_backward, call, operands, grads)
+        if passes == "backward":
+            outs = results_of(call(*operands))
+            step = functools.partial(torch.autograd.grad, outs, operands, grads, retain_graph=True)
+    step()
+    return step
+
+
+def _forward_and_backward(
+    call: Callable[..., Any], operands: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Any:
+    return torch.autograd.grad(results_of(call(*operands)), operands, grads)
+
+
 def medians(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
+    calls: Mapping[str, Call],
+    device: torch.device,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
+    in_a_row: bool = False,
 ) -> dict[str, float]:
     """Return the median time in seconds of each implementation of a call.
 
@@ -74,10 +106,16 @@ def medians(
         rounds: number of rounds. A round times one call of each implementation on a CPU, and
             CALLS_A_ROUND calls on a GPU.
         advance: callback that is called after each round, outside the measurements.
+        in_a_row: time back-to-back calls on a GPU, as `row_seconds`.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            taken[name] += gpu_seconds([call]) if device.type == "cuda" else [cpu_seconds(call)]
+            if in_a_row:
+                taken[name].append(row_seconds(call))
+            elif device.type == "cuda":
+                taken[name] += gpu_seconds([call])
+            else:
+                taken[name].append(cpu_seconds(call))
         advance()
     return {name: statistics.median(seconds) for name, seconds in taken.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends import AttentionProblem, get_backend, verdicts
+from fused_attn.backends import AttentionProblem, get_backend, use_backend, verdicts
 from fused_attn.backends.registry import BACKENDS
 from fused_attn.backends.verdicts import WRONG, ClassVerdict, ProblemClass
-from fused_attn.tools import contract, timing
+from fused_attn.tools import timing
 from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.isolation import Worker, WorkerError
@@ -374,41 +373,20 @@ def _speedup(check: Check, rounds: int, backend: str, device: torch.device) -> t
     """Return the speedup over the first torch-based backend, and the name of that backend."""
     call, operands = check.call(device), check.operands(device)
     leaves = [t.requires_grad_(check.gradients) for t in operands.values()]
-    own = _timed(contract.by(backend, call), leaves, check.gradients)
-    peer, others = _first_of_torch(call, leaves, check.gradients)
-    calls = {backend: own, peer: others}
-    measured = [timing.medians(calls, device, rounds, lambda: None)]
-    if device.type == "cuda":
-        # The launch overhead on the host, not the GPU time, limits models with short kernels.
-        rows: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, timed in calls.items():
-                rows[name].append(timing.row_seconds(timed))
-        measured.append({name: statistics.median(seconds) for name, seconds in rows.items()})
+    passes = "both" if check.gradients else "forward"
+    with torch.set_grad_enabled(check.gradients):
+        own = timing.timed(use_backend(backend)(call), leaves, passes)
+        peer, others = _first_of_torch(call, leaves, passes)
+        calls = {backend: own, peer: others}
+        measured = [timing.medians(calls, device, rounds)]
+        if device.type == "cuda":
+            # The launch overhead on the host, not the GPU time, limits models with short kernels.
+            measured.append(timing.medians(calls, device, rounds, in_a_row=True))
     return min(seconds[peer] / seconds[backend] for seconds in measured), peer
 
 
-def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -> timing.Call:
-    """Return a callable that runs a forward, or for training also a backward; runs it once."""
-    if not training:
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return call(*leaves)
-
-        forward()
-        return forward
-    grads = [torch.randn_like(out) for out in contract.results_of(call(*leaves))]
-
-    def both() -> Any:
-        return torch.autograd.grad(contract.results_of(call(*leaves)), leaves, grads)
-
-    both()
-    return both
-
-
 def _first_of_torch(
-    call: Callable[..., Any], leaves: Sequence[Tensor], training: bool
+    call: Callable[..., Any], leaves: Sequence[Tensor], passes: str
 ) -> tuple[str, timing.Call]:
     """Return the name of the first torch-based backend that accepts a call, and the call on it.
 
@@ -417,5 +395,5 @@ def _first_of_torch(
     for name, backend in BACKENDS.items():
         if backend.differentiable and name not in verdicts.KERNELS:
             with contextlib.suppress(NotImplementedError):
-                return name, _timed(contract.by(name, call), leaves, training)
+                return name, timing.timed(use_backend(name)(call), leaves, passes)
     raise NotImplementedError("no backend of torch operations supports the call")

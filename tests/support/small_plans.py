@@ -38,7 +38,7 @@ def class_named(feature, direction, length="L<=128"):
 def fast(monkeypatch):
     """Time every backend that does not wrap torch at half of torch's time, on any machine."""
 
-    def medians(ways, device, rounds, advance):
+    def medians(ways, device, rounds):
         return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}
 
     monkeypatch.setattr(timing, "medians", medians)

@@ -13,7 +13,7 @@ from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
-from fused_attn.base.torch_state import needs_grad, traced_as_constant
+from fused_attn.base.torch_state import is_compiling, needs_grad, traced_as_constant
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,

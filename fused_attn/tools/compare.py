@@ -26,7 +26,7 @@ import torch
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_attn.base.torch_state import is_compiling
+from fused_attn.base.torch_state import dtype_name, is_compiling
 from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 from fused_attn.integrations.enable import enabled
@@ -113,43 +113,41 @@ def compare(
     runs = 4 if stacks else 3
     with progress("comparing", 2 * runs + 1 if backward else runs + 1) as advance:
         recorder = Recorder(_watched(model, swap), backward, dtype, advance)
-        with _eager_kernels():
-            with torch.autocast(device_of(model).type, enabled=False):
-                float64_model = _eager(copy.deepcopy(model).double())
-                inputs = copied(args, torch.float64), copied(kwargs, torch.float64)
-                truth = recorder.run(float64_model, *inputs)
-                del float64_model
-            eager = recorder.run(_eager(copy.deepcopy(model)), copied(args), copied(kwargs))
-            again = recorder.run(_eager(copy.deepcopy(model)), copied(args), copied(kwargs), True)
+
+        def run(own: Module, in_dtype: torch.dtype | None = None, **options: bool) -> Tensors:
+            return recorder.run(own, copied(args, in_dtype), copied(kwargs, in_dtype), **options)
+
+        def run_eager(in_dtype: torch.dtype, **options: bool) -> Tensors:
+            own, other = copy.deepcopy(model), None if in_dtype == dtype else in_dtype
+            if other is not None:  # otherwise mixed precision is preserved
+                own = own.double() if other == torch.float64 else own.float()
+            with _eager_kernels():
+                return run(_eager(own), other, **options)
+
+        def run_swapped(layers: bool) -> Tensors:
+            own = copy.deepcopy(model)
+            swap_modules(own)
+            with kernels():
+                return run(own, layers=layers)
+
+        with torch.autocast(device_of(model).type, enabled=False):
+            truth = run_eager(torch.float64)
+        eager, again = run_eager(dtype), run_eager(dtype, again=True)
         _check_repeats(eager, again, dtype, device_of(model))
         _check_plausible(eager, truth, dtype)
         with kernels() as calls:
             if calls is not None:
                 _report_branches(fused_model, swap, calls)
-            fused = recorder.run(fused_model, copied(args), copied(kwargs))
+            fused = run(fused_model)
         del fused_model
         if not swap.swapped and (calls is None or not calls.fused):
             raise ValueError(f"model must have calls that enable() fuses, got none: {calls}")
-
-        def run_swapped(layers: bool) -> Tensors:
-            swapped_model = copy.deepcopy(model)
-            swap_modules(swapped_model)
-            with kernels():
-                return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
-
         judged = fused
         if stacks:
             layers = ("layer output", "input grad")
             of_layers = {key: t for key, t in fused.items() if key[1] in layers}
             judged = of_layers | run_swapped(layers=False)
         recorder.advance = lambda: None  # optional runs are not part of the progress
-
-        def run_eager(in_dtype: torch.dtype) -> Tensors:
-            other = None if in_dtype == dtype else in_dtype  # None preserves mixed precision
-            inputs = copied(args, other), copied(kwargs, other)
-            with _eager_kernels():
-                return recorder.run(_eager(copy.deepcopy(model).to(other)), *inputs)
-
         expected = Expected(run_eager, truth, dtype, most=RUNS)
         report = _report(truth, eager, judged, expected, swap)
         if stacks and not report.ok:
@@ -304,7 +302,7 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
         error = contract.errors(eager[name, kind], reference)[1]
         if error > most * size > 0.0:
             raise ValueError(
-                f"model must return about the same outputs in float64 and {str(dtype)[6:]}, got "
+                f"model must return about the same outputs in float64 and {dtype_name(dtype)}, got "
                 f"an rms error of {error:.2e} in {name} with eager attention (rms of the largest "
                 f"output: {size:.2e}): does it draw random numbers, or choose between nearly equal "
                 "values? Compare a part of it"

@@ -29,15 +29,6 @@ class Source:
     kwargs: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
-    def to(self, device: torch.device, dtype: torch.dtype | None) -> Source:
-        """Move the model and inputs to a device; convert floats to dtype (None: unchanged).
-
-        The model is modified in place.
-        """
-        self.model.to(device, dtype)
-        args, kwargs = copied((self.args, self.kwargs), dtype, device)
-        return Source(self.model, args, kwargs, self.notes)
-
 
 def load(source: str, batch: int | None = None, seqlen: int | None = None, seed: int = 0) -> Source:
     """Load the model and inputs that `source` names.

@@ -20,6 +20,7 @@ from fused_attn.tools.arguments import (
 from fused_attn.tools.cases import DTYPES
 from fused_attn.tools.compare import compare
 from fused_attn.tools.comparison import COLUMNS
+from fused_attn.tools.recording import copied
 from fused_attn.tools.terminal import show_table
 
 HELP = "the numerics of your model, fused against eager attention"
@@ -73,10 +74,10 @@ def run(options: argparse.Namespace) -> int:
     device = use_device(options.device)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     source = sources.load(options.source, options.batch, options.seqlen, options.seed)
-    source = source.to(device, dtype)
+    args, kwargs = copied((source.args, source.kwargs), dtype, device)
     report = compare(
-        source.model, *source.args, backward=not options.no_backward,
-        remove_padding=not options.keep_padding, enable=options.enable, **source.kwargs,
+        source.model.to(device, dtype), *args, backward=not options.no_backward,
+        remove_padding=not options.keep_padding, enable=options.enable, **kwargs,
     )  # fmt: skip
     report.notes[:0] = source.notes
     if options.png:

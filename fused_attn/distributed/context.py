@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
@@ -146,12 +145,11 @@ def context_parallel_shard(
     if not buffers:
         return []
     sharding = _sharding(load_balancer, _length(buffers, seq_dims), groups)
-    runs = sharding.runs[index_of(groups)]
-    shards = []
-    for buffer, dim in zip(buffers, seq_dims, strict=True):
-        parts = [buffer.narrow(dim, run.start, len(run)) for run in runs]
-        shards.append(torch.cat(parts, dim) if parts else buffer.narrow(dim, 0, 0))
-    return shards
+    rows = sharding.positions(index_of(groups))
+    return [
+        buffer.index_select(dim, rows.to(buffer.device))
+        for buffer, dim in zip(buffers, seq_dims, strict=True)
+    ]
 
 
 def context_parallel_unshard(
@@ -186,7 +184,7 @@ def context_parallel_unshard(
                 f"buffers must have {expected} rows on the ranks of the mesh, which load_balancer "
                 f"assigns to them, got {rows}"
             )
-        results.append(_Unshard.apply(buffer, dim, sharding, groups))
+        results.append(_complete(buffer, dim, sharding, groups))
     return results
 
 
@@ -358,29 +356,18 @@ def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Shardi
     return sharding
 
 
-class _Unshard(Function):
-    """All-gather of different numbers of rows, in the order of their positions."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]
-    ) -> Tensor:
-        ctx.dim, ctx.runs = dim, sharding.runs[index_of(groups)]
-        own = rows.movedim(dim, 0)
-        counts = [sharding.rows(rank) for rank in range(sharding.ranks)]
-        message = own.new_zeros(1, max(counts), *own.shape[1:])
-        message[0, : len(own)] = own
-        for ranks in reversed(groups):
-            received = [torch.empty_like(message) for _ in range(ranks.size)]
-            dist.all_gather(received, message, group=ranks.group)
-            message = torch.cat(received)
-        whole = own.new_empty(sharding.length, *own.shape[1:])
-        for rank, count in enumerate(counts):
-            whole[sharding.positions(rank, whole.device)] = message[rank, :count]
-        return whole.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = [grad.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
-        empty = grad.narrow(ctx.dim, 0, 0)
-        return torch.cat([empty, *parts], ctx.dim), None, None, None
+def _complete(rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]) -> Tensor:
+    """Return the complete tensor of the rows of all ranks, differentiable in those of this rank."""
+    own = rows.movedim(dim, 0)
+    counts = [sharding.rows(rank) for rank in range(sharding.ranks)]
+    message = own.new_zeros(1, max(counts), *own.shape[1:])
+    message[0, : len(own)] = own.detach()
+    for ranks in reversed(groups):
+        received = [torch.empty_like(message) for _ in range(ranks.size)]
+        dist.all_gather(received, message, group=ranks.group)
+        message = torch.cat(received)
+    whole = own.new_empty(sharding.length, *own.shape[1:])
+    positions = [sharding.positions(rank, whole.device) for rank in range(sharding.ranks)]
+    for rank, count in enumerate(counts):
+        whole[positions[rank]] = message[rank, :count]
+    return whole.index_copy(0, positions[index_of(groups)], own).movedim(0, dim)

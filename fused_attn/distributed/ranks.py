@@ -120,14 +120,14 @@ class Transfer:
     """Messages that are being sent and received.
 
     Attributes:
-        received: the tensor to receive; None if nothing is received. Valid after `wait`.
+        received: the tensor to receive, which is valid after `wait`.
     """
 
-    received: Tensor | None
-    sent: Tensor | None
+    received: Tensor
+    sent: Tensor
     works: list[Any]
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Tensor:
         """Wait for all messages and return what was received.
 
         Raises:
@@ -139,18 +139,18 @@ class Transfer:
 
 
 def start_transfer(
-    ranks: Ranks, *, to: int, sent: Tensor | None, source: int, received: Tensor | None
+    ranks: Ranks, *, to: int, sent: Tensor, source: int, received: Tensor
 ) -> Transfer:
     """Start to send a tensor to one rank, and to receive one from another rank.
 
     Args:
         to, source: ranks of the group, modulo its size.
-        sent: contiguous tensor, or None to send nothing.
-        received: contiguous tensor to overwrite, or None to receive nothing.
+        sent: contiguous tensor; an empty one is not sent.
+        received: contiguous tensor to overwrite; an empty one is not received.
     """
     messages = []
-    if sent is not None:
+    if sent.numel():
         messages.append(dist.P2POp(dist.isend, sent, ranks.global_rank(to), ranks.group))
-    if received is not None:
+    if received.numel():
         messages.append(dist.P2POp(dist.irecv, received, ranks.global_rank(source), ranks.group))
     return Transfer(received, sent, dist.batch_isend_irecv(messages) if messages else [])

@@ -9,7 +9,6 @@ so two runs give equal bits. Source: Liu et al. 2023, "Ring Attention with Block
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -128,8 +127,8 @@ class _RingBackward(Function):
         needs_bias = sums.bias is not None and not shifts_lse
         returning: deque[tuple[Step, Transfer]] = deque()
         for s, step, (k, v) in _received(setting, key, value):
-            of_keys = sums.key if s == 0 else sums.key.new_zeros(k.shape)
-            of_values = sums.value if s == 0 else sums.value.new_zeros(v.shape)
+            of_rows = sums.rows if s == 0 else _buffer(sums.rows, step.wanted).zero_()
+            of_keys, of_values = of_rows.split([k.shape[3], v.shape[3]], dim=3)
             for block in step.blocks:
                 part = _Block(query, k, v, spec, setting, block)
                 grads = part.backward(outputs, grad_out, grad_lse, needs_bias)
@@ -139,7 +138,7 @@ class _RingBackward(Function):
                 if needs_bias:
                     sums.add_bias(block, grads.bias[..., -len(block.received) :])
             if s > 0:
-                returning.append((step, _returned(setting, s, step, of_keys, of_values, sums)))
+                returning.append((step, _returned(setting, s, of_rows, sums.rows)))
             if len(returning) > AHEAD:
                 sums.add_returned(*returning.popleft())
         while returning:
@@ -165,9 +164,7 @@ def _received(
     for s in range(1, len(steps)):
         received = transfers.popleft().wait()
         transfers.append(_requested(setting, s + AHEAD, key, value))
-        empty = key[:, :, :0], value[:, :, :0]
-        rows = empty if received is None else _split(received, key, value, steps[s].wanted)
-        yield s, steps[s], rows
+        yield s, steps[s], received.split([key.shape[3], value.shape[3]], dim=3)
 
 
 def _in_place(step: Step) -> Step:
@@ -176,72 +173,41 @@ def _in_place(step: Step) -> Step:
 
 
 def _requested(setting: Ring, s: int, key: Tensor, value: Tensor) -> Transfer:
-    """Start to send this rank's keys and values, and to receive those of step s."""
+    """Start to send this rank's keys and values, and to receive those of step s.
+
+    A message has shape (batch, num_heads_kv, rows, head_dim + head_dim_v).
+    """
+    empty = torch.cat([key[:, :, :0], value[:, :, :0]], dim=3)
     if s >= len(setting.plan.steps):
-        return Transfer(None, None, [])
+        return Transfer(empty, empty, [])
     step, rank = setting.plan.steps[s], setting.ranks.rank
+    parts = [torch.cat([t[:, :, _slice(rows)] for t in (key, value)], dim=3) for rows in step.sent]
     return start_transfer(
         setting.ranks,
         to=rank + s,
-        sent=_packed(key, value, step.sent),
+        sent=torch.cat([empty, *parts], dim=2).contiguous(),
         source=rank - s,
-        received=_buffer(key, value, step.wanted),
+        received=_buffer(empty, step.wanted),
     )
 
 
-def _returned(
-    setting: Ring, s: int, step: Step, of_keys: Tensor, of_values: Tensor, sums: _Gradients
-) -> Transfer:
-    """Start to send the gradients of received keys and values to their owner."""
+def _returned(setting: Ring, s: int, grads: Tensor, like: Tensor) -> Transfer:
+    """Start to send the gradients of received keys and values to their owner.
+
+    Args:
+        grads: gradients of the message that was received in step s.
+        like: a tensor with the dtype and the dimensions of grads.
+    """
     rank = setting.ranks.rank
-    ends = [0, *itertools.accumulate(map(len, step.wanted))]
-    rows = [range(a, b) for a, b in itertools.pairwise(ends)]  # of step.wanted, as received
+    received = _buffer(like, setting.plan.steps[s].sent)
     return start_transfer(
-        setting.ranks,
-        to=rank - s,
-        sent=_packed(of_keys, of_values, rows),
-        source=rank + s,
-        received=_buffer(sums.key, sums.value, step.sent),
+        setting.ranks, to=rank - s, sent=grads, source=rank + s, received=received
     )
 
 
-def _packed(key: Tensor, value: Tensor, rows: Sequence[range]) -> Tensor | None:
-    """Return rows of keys and values as one message; None without rows."""
-    if not rows:
-        return None
-    parts = [t[:, :, r.start : r.stop].flatten() for t in (key, value) for r in rows]
-    return torch.cat(parts)
-
-
-def _buffer(key: Tensor, value: Tensor, rows: Sequence[range]) -> Tensor | None:
-    """Allocate a message of `_packed`; None without rows."""
-    if not rows:
-        return None
-    count = sum(map(len, rows))
-    return key.new_empty(sum(t.shape[0] * t.shape[1] * count * t.shape[3] for t in (key, value)))
-
-
-def _split(
-    message: Tensor, key: Tensor, value: Tensor, rows: Sequence[range]
-) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a message of `_packed`, in the order of the rows."""
-    results, at = [], 0
-    for like in (key, value):
-        parts = []
-        for part in rows:
-            shape = (*like.shape[:2], len(part), like.shape[3])
-            numel = shape[0] * shape[1] * shape[2] * shape[3]
-            parts.append(message[at : at + numel].view(shape))
-            at += numel
-        results.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
-    return results[0], results[1]
-
-
-def _add_rows(sums: Tensor, rows: Sequence[range], added: Tensor) -> None:
-    at = 0
-    for part in rows:
-        sums[:, :, part.start : part.stop] += added[:, :, at : at + len(part)]
-        at += len(part)
+def _buffer(like: Tensor, rows: Sequence[range]) -> Tensor:
+    """Allocate a message of some rows, with the dtype and the other dimensions of a tensor."""
+    return like.new_empty(*like.shape[:2], sum(map(len, rows)), like.shape[3])
 
 
 def _slice(rows: range) -> slice:
@@ -249,26 +215,27 @@ def _slice(rows: range) -> slice:
 
 
 class _Gradients:
-    """Sums of the gradients of this rank, in the dtype of the statistics."""
+    """Sums of the gradients of this rank, in the dtype of the statistics.
+
+    Attributes:
+        query, bias: gradients of query and bias.
+        rows: gradients of keys and values, as one message (see `_requested`).
+    """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
         self._dtypes = [None if t is None else t.dtype for t in (query, key, value, bias)]
         dtype = statistics_dtype(query.dtype)
-        self.query, self.key, self.value = (
-            torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value)
-        )
+        self.query = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
+        self._widths = key.shape[3], value.shape[3]
+        self.rows = self.query.new_zeros(*key.shape[:3], sum(self._widths))
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     def add_returned(self, step: Step, transfer: Transfer) -> None:
         """Wait for the gradients of this rank's keys and values from another rank, and add them."""
-        received = transfer.wait()
-        if received is not None:
-            for sums, added in zip(
-                (self.key, self.value),
-                _split(received, self.key, self.value, step.sent),
-                strict=True,
-            ):
-                _add_rows(sums, step.sent, added)
+        received, begin = transfer.wait(), 0
+        for rows in step.sent:
+            self.rows[:, :, _slice(rows)] += received[:, :, begin : begin + len(rows)]
+            begin += len(rows)
 
     def add_shift(self, piece: Piece, grad_lse: Tensor) -> None:
         """Add the gradient of lse, (batch, num_heads, rows of the piece), to that of bias."""
@@ -288,7 +255,7 @@ class _Gradients:
 
     def finished(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and bias in the dtypes of the tensors."""
-        sums = self.query, self.key, self.value, self.bias
+        sums = self.query, *self.rows.split(self._widths, dim=3), self.bias
         return tuple(s if s is None else s.to(d) for s, d in zip(sums, self._dtypes, strict=True))
 
 

@@ -47,9 +47,7 @@ _TRACED = frozenset({FakeTensor, FunctionalTensor})  # in traces of torch.compil
 _TAG = "+fused_attn"
 
 _lock = threading.Lock()
-_switched_on = False
-_open_blocks = 0
-_library: Library | None = None
+_library: Library | None = None  # our kernels, registered while there are counts
 _counts: list[CallCounts] = []  # one for `enable()`, one for each open `enabled()` block
 _enabled_counts: CallCounts | None = None
 
@@ -96,11 +94,11 @@ def enable(*, call_sites: bool = False) -> CallCounts:
         >>> fused_attn.disable()
     """
     global _enabled_counts
-    _switch(on=True)
-    _config.cache_key_tag = _tagged()
     if _enabled_counts is None:
-        _enabled_counts = CallCounts()
-        _counts.append(_enabled_counts)
+        counts = CallCounts()
+        _start(counts)
+        _enabled_counts = counts
+    _config.cache_key_tag = _tagged()
     _enabled_counts.call_sites |= call_sites
     return _enabled_counts
 
@@ -108,9 +106,8 @@ def enable(*, call_sites: bool = False) -> CallCounts:
 def disable() -> None:
     """Undo `enable()` and restore torch's kernels, unless a block of `enabled()` is still open."""
     global _enabled_counts
-    _switch(on=False)
     if _enabled_counts is not None:
-        _counts.remove(_enabled_counts)
+        _stop(_enabled_counts)
         _enabled_counts = None
     _config.cache_key_tag = _config.cache_key_tag.replace(_TAG, "")
 
@@ -152,29 +149,32 @@ def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     """
     counts = CallCounts(call_sites)
-    _switch(blocks=1)
-    _counts.append(counts)
+    _start(counts)
     try:
         with _config.patch(cache_key_tag=_tagged()):
             yield counts
     finally:
-        _counts.remove(counts)
-        _switch(blocks=-1)
+        _stop(counts)
 
 
-def _switch(on: bool | None = None, blocks: int = 0) -> None:
-    """Set the switch or update the number of open blocks, then register or remove the kernels."""
-    global _switched_on, _open_blocks, _library
+def _start(counts: CallCounts) -> None:
+    """Count calls, and register our kernels if nothing else uses them."""
+    global _library
     with _lock:
-        switched_on = _switched_on if on is None else on
-        open_blocks = _open_blocks + blocks
-        if (switched_on or open_blocks > 0) and _library is None:
+        if _library is None:
             _library = _registered()
-        elif not (switched_on or open_blocks > 0) and _library is not None:
+        _counts.append(counts)
+
+
+def _stop(counts: CallCounts) -> None:
+    """Stop counting calls, and remove our kernels if nothing else uses them."""
+    global _library
+    with _lock:
+        _counts[:] = [other for other in _counts if other is not counts]
+        if not _counts and _library is not None:
             _library = None  # torch unregisters the kernels of a deleted library
             sdpa_backend.torch_sdpa = torch.nn.functional.scaled_dot_product_attention
             _forget_dispatch()
-        _switched_on, _open_blocks = switched_on, open_blocks
 
 
 def _registered() -> Library:

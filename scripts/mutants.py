@@ -1,12 +1,17 @@
-"""Mutation tests of the Triton kernels: check that `make test` detects each fault.
+"""Mutation tests: check that `make test` detects each fault (`make mutants`).
 
-Each mutant is a copy of the tree with one changed line. The tests of its backend run in the copy
-until one fails. `python scripts/mutants.py [name ...]` takes some minutes on two cores. Without
-names, it writes benchmarks/results/mutants.json.
+    python scripts/mutants.py [name ...]
+    python scripts/mutants.py --source cpu|cuda|triton|masks [--seed 1] [--count 100] [--limit 60]
+
+The first runs the mutants of the Triton kernels that are listed below. Each is a copy of the tree
+with one changed line, in which the tests of its backend run until one fails. The second runs
+mutants that mutant_sources.py generates; a stopped run continues. Without names, both write
+benchmarks/results/mutants.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -15,7 +20,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import mutant_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -143,8 +150,9 @@ def first_failure(tree: Path) -> str | None:
     return failed[0].split()[1] if failed else None
 
 
-def main() -> None:
-    chosen = [m for m in TRITON if not sys.argv[1:] or m.name in sys.argv[1:]]
+def run_listed(names: list[str]) -> list[str]:
+    """Run the mutants of `names`, or all; return those that survive."""
+    chosen = [m for m in TRITON if not names or m.name in names]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for mutant in chosen:
@@ -158,11 +166,36 @@ def main() -> None:
             results[mutant.name] = by
             took = time.monotonic() - begin
             print(f"{mutant.name}: {f'by {by}' if by else 'SURVIVES'} ({took:.0f} s)", flush=True)
-    alive = [name for name, by in results.items() if by is None]
-    print(f"{len(results) - len(alive)} of {len(results)} mutants are noticed")
     if len(chosen) == len(TRITON):
-        RESULTS.write_text(json.dumps({"noticed by": results}, indent=1) + "\n")
-    raise SystemExit(bool(alive))
+        write({"noticed by": results})
+    print(f"{sum(map(bool, results.values()))} of {len(results)} mutants are noticed")
+    return [name for name, by in results.items() if by is None]
+
+
+def write(changed: dict[str, Any]) -> None:
+    """Change entries of the results. Each generated mutant takes one line of the file."""
+    entries = json.loads(RESULTS.read_text()) | changed
+    parts = []
+    for name, value in entries.items():
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if name != "noticed by" else ""
+        parts.append(f' "{name}": ' + (f"[\n{rows}\n ]" if rows else json.dumps(value, indent=1)))
+    RESULTS.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="mutants that are listed in this file; all")
+    parser.add_argument("--source", choices=mutant_runs.TESTS, help="generate mutants of it")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--limit", type=float, default=60, help="seconds of tests a mutant")
+    options = parser.parse_args()
+    if options.source is None:
+        raise SystemExit(bool(run_listed(options.names)))
+    rows = mutant_runs.run(options.source, options.seed, options.count, options.limit)
+    write({options.source: rows})
+    killed = [row for row in rows if row["killed by"] not in (None, "not reached")]
+    print(f"{len(killed)} of {len(rows)} mutants are noticed")
 
 
 if __name__ == "__main__":

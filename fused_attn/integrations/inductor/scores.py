@@ -164,39 +164,15 @@ class _Scores:
 
     def _in_shape(self, tensor: Tensor) -> Tensor:
         """Reshape a tensor that broadcasts to the template so that it broadcasts to `shape`."""
-        to = self.template.shape
-        if to == self.shape:
+        to, shape = self.template.shape, self.shape
+        if to == shape:
             return tensor
         tensor = tensor.reshape((1,) * (len(to) - tensor.dim()) + tuple(tensor.shape))
-        expanded: list[Any] = []
-        sizes: list[Any] = []
-        for own, other in _groups(to, self.shape):
-            there = [tensor.shape[i] for i in own]
-            if all(size == 1 for size in there):
-                expanded += there
-                sizes += [1] * len(other)
-            else:
-                expanded += [to[i] for i in own]
-                sizes += [self.shape[i] for i in other]
-        return tensor.expand(expanded).reshape(sizes)
-
-
-def _groups(first: torch.Size, second: torch.Size) -> list[tuple[list[int], list[int]]]:
-    """Split two shapes with the same number of elements into runs of equal size.
-
-    Returns the pairs of shortest runs whose sizes have equal products, as lists of dimensions.
-    """
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(first) or j < len(second):
-        own, other = [i], [j]
-        left = first[i] if i < len(first) else 1
-        right = second[j] if j < len(second) else 1
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, own, i = left * first[i], [*own, i], i + 1
-            else:
-                right, other, j = right * second[j], [*other, j], j + 1
-        groups.append(([k for k in own if k < len(first)], [k for k in other if k < len(second)]))
-    return groups
+        same = 2 if to[-2:] == shape[-2:] else 0  # last dimensions that are not reshaped
+        rest = tensor.shape[len(to) - same :]
+        tensor = tensor.expand(*to[: len(to) - same], *rest)
+        tensor = tensor.reshape(*shape[: len(shape) - same], *rest)
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # repeated by `expand`
+                tensor = tensor.narrow(dim, 0, 1)
+        return tensor

@@ -305,21 +305,24 @@ def transformers_models(model: Module) -> Iterator[tuple[str, Any]]:
 def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     from fused_attn.integrations import transformers as integration
 
-    kind = type(model).__name__
-    if model.config._attn_implementation == integration.NAME and not (
-        integration.padded_stacks(model)
-    ):
-        report.notes.append(f"{name}: its attention was already fused")
+    kind, padded = type(model).__name__, integration.padded_stacks(model)
+    already_fused = f"{name}: its attention was already fused"
+    if model.config._attn_implementation == integration.NAME and not padded:
+        report.notes.append(already_fused)
         return
     restore, detail = integration.use_fused_attention(model)
     if restore is None:
         report.skipped.append(Skipped(name, kind, detail))
         return
+    still_padded = integration.padded_stacks(model)
+    if detail == integration.NAME and padded == still_padded:
+        report.notes.append(already_fused)
+        return
     report.swapped.append(
         Swapped(name, f"{kind}, {detail} attention", f"{integration.NAME} attention")
     )
     report._undo.append(restore)
-    for part in integration.inexact_stacks(model):
+    for part in still_padded:
         path = ".".join(filter(None, (name, part)))
         report.notes.append(
             f"{shown_name(path)}: keeps its padding, because packing changed the results of a "

@@ -30,7 +30,6 @@ _HOMES = {
     "NAME": "encoders",
     "attention_forward": "attention",
     "attention_mask": "masks",
-    "inexact_stacks": "models",
     "padded_stacks": "models",
     "register": "models",
     "set_implementation": "models",

@@ -12,9 +12,7 @@ import warnings
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeGuard, cast
-from weakref import WeakKeyDictionary
 
-import torch
 from torch.nn import Module
 from transformers import (
     AttentionInterface,
@@ -144,8 +142,9 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     previous = str(model.config._attn_implementation)
     register()
     set_implementation(model, NAME)
-    kinds = [(stack, type(stack)) for stack in padded_stacks(model)]
-    stacks = [(stack, kind) for stack, kind in kinds if _remove_padding(stack)]
+    stacks = [(stack, type(stack)) for stack in padded_stacks(model).values()]
+    for stack, _ in stacks:
+        _remove_padding(stack)
 
     def restore() -> None:
         for config, implementation in before:
@@ -156,42 +155,22 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     return restore, previous
 
 
-def padded_stacks(model: PreTrainedModel) -> list[Module]:
-    """Return the encoders in a model that may support padding removal but do not use it yet."""
-    return [
-        module
-        for module in model.modules()
-        if packing_class(module) is not None and not _is_inexact(module)
-    ]
+def padded_stacks(model: PreTrainedModel) -> dict[str, Module]:
+    """Return the encoders in a model that may support padding removal but do not use it, by name.
+
+    After `use_fused_attention`, these are the encoders whose packed results are not the padded
+    ones.
+    """
+    return {name: m for name, m in model.named_modules() if packing_class(m) is not None}
 
 
-def inexact_stacks(model: Module) -> list[str]:
-    """Return the names of the encoders in a model whose packed results are not the padded ones."""
-    return [name for name, module in model.named_modules() if _is_inexact(module)]
-
-
-# Encoders that `_remove_padding` left as they were, and where their weights were then.
-_inexact: WeakKeyDictionary[Module, torch.device | None] = WeakKeyDictionary()
-
-
-def _is_inexact(module: Module) -> bool:
-    return module in _inexact and _inexact[module] == _device_of(module)
-
-
-def _device_of(module: Module) -> torch.device | None:
-    return next((parameter.device for parameter in module.parameters()), None)
-
-
-def _remove_padding(encoder: Module) -> bool:
-    """Let an encoder remove padding if its results stay the same; return True if they do."""
+def _remove_padding(encoder: Module) -> None:
+    """Let an encoder remove padding if its results stay the same."""
     kind = type(encoder)
     # The subclass adds methods but no state, so the class can be reassigned in place.
     encoder.__class__ = cast(type[Module], packing_class(encoder))
-    exact = cast(PackedEncoder, encoder).is_exact()
-    if not exact:
+    if not cast(PackedEncoder, encoder).is_exact():
         encoder.__class__ = kind
-        _inexact[encoder] = _device_of(encoder)
-    return exact
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:

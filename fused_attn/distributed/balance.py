@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,17 @@ from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.varlen import packed_spec
 
-# Ratio of the largest work of a rank to the mean: exchanges stop at GOOD, and smaller chunks are
-# tried above FAIR.
+# Ratio of the largest work of a rank to the mean: consecutive and zigzag positions are balanced up
+# to GOOD; smaller chunks are tried above FAIR.
 GOOD, FAIR = 1.02, 1.05
-# Chunks per rank, tried in this order. Computed for 2^20 positions on 512 ranks: causal documents,
-# log-normal lengths of median 1000, sigma 1.5. 8 chunks: ratio 1.11, 5.6 % of all keys received;
-# 16: 1.02, 6.8 %, 9 runs; 32: 1.02, 10 %, 12 runs.
+# Chunks per rank, tried in this order. With the documents below, 16 chunks lead to at most 14 runs.
 CHUNKS_PER_RANK = (16, 32, 64)
-# A chunk may go to a rank whose work exceeds the least by this part of the mean. In the
-# same case, with 0.05, 10.0 % of all keys are received; with 0.2, 8.6 %; with 0.5, 6.8 %; with 1.0,
-# the ratio is 1.16.
+# A chunk may go to a rank whose work exceeds the least by SLACK * (1 - dealt^2) of the mean, where
+# `dealt` is the part of all work that ranks have: the first chunks go where their keys are, and the
+# last ones even out the work. For 2^20 positions on 512 ranks, documents with log-normal lengths of
+# median 1000, sigma 1.5: ratio 1.01, 6.6 % of all keys received. SLACK 0.25: 1.00, 10 %.
 SLACK = 0.5
 LOCALITY = 3.0  # cost of a chunk of keys to receive, in the mean work of a chunk of queries
-RECEIVING = 0.1  # the same cost during exchanges, where balance matters more
-COLDEST = 8  # number of ranks that are considered for an exchange
-EXCHANGES = 8  # limit, per rank; about 4 are needed
 
 
 def balanced(
@@ -53,9 +48,8 @@ def balanced(
 
     The result is the first of these that is balanced: consecutive positions, zigzag, and chunks
     that are dealt. Chunks are dealt in descending order of their work, each to one of the ranks
-    with the least work, preferably one that already has the keys. Then ranks with much work
-    exchange chunks with ranks with little. If the largest work exceeds the mean by more than 5 % in
-    all shardings, the most balanced one is returned.
+    with the least work, preferably one that already has the keys. If the largest work exceeds the
+    mean by more than 5 % in all shardings, the most balanced one is returned.
 
     Ranks have equal numbers of rows up to one chunk, as runs in ascending order. Runs begin at
     multiples of 8 if the length permits it, as dropout prefers. The result depends only on the
@@ -178,150 +172,50 @@ def _chunk_size(length: int, ranks: int, chunks: int) -> int:
 # ---- dealing ------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Deal:
-    """Chunks that are assigned to ranks.
-
-    Invariant: a rank has at most `room` chunks, in the first columns of its row of `held`.
-
-    Attributes:
-        work: visible keys of each chunk, int64 (chunks,).
-        begin, end: chunks of keys that each chunk attends to, [begin, end).
-        room: number of chunks that each rank gets, int64 (ranks,).
-        held: chunks of each rank, int64 (ranks, largest room); -1 for none.
-        load: work of each rank, int64 (ranks,).
-    """
-
-    work: Any
-    begin: Any
-    end: Any
-    room: Any
-    held: Any
-    load: Any
-
-
 def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:
     """Return the Sharding of chunks of a size, dealt by their work."""
     length = len(work)
     firsts = np.arange(0, length, size)
     begin, end = visible.ranges(firsts)
-    count = len(firsts)
-    room = count // ranks + (np.arange(ranks) >= ranks - count % ranks).astype(np.int64)
-    deal = _Deal(
-        work=np.add.reduceat(work.numpy(), firsts),
-        begin=begin // size,
-        end=-(-end // size),
-        room=room,
-        held=np.full((ranks, int(room.max())), -1),
-        load=np.zeros(ranks, np.int64),
+    of_chunks = np.add.reduceat(work.numpy(), firsts)
+    dealt = _deal(of_chunks, begin // size, -(-end // size), ranks, last_is_short=length % size > 0)
+    return Sharding(
+        [[range(c * size, min((c + 1) * size, length)) for c in sorted(own)] for own in dealt]
     )
-    fixed = count - 1 if length % size else None
-    _assign(deal, fixed)
-    _exchange(deal, fixed)
-    chunks = [np.sort(own[own >= 0]).tolist() for own in deal.held]
-    return Sharding([[range(c * size, min((c + 1) * size, length)) for c in own] for own in chunks])
 
 
-def _assign(deal: _Deal, fixed: int | None) -> None:
-    """Deal all chunks in descending order of work.
+def _deal(work: Any, begin: Any, end: Any, ranks: int, last_is_short: bool) -> list[list[int]]:
+    """Return the chunks of each rank, dealt in descending order of work.
 
     Args:
-        fixed: the chunk that is shorter than the others; the last rank, which has most
-            room, gets it.
+        work: visible keys of each chunk, int64 (chunks,).
+        begin, end: chunks of keys that each chunk attends to, [begin, end).
+        ranks: number of ranks.
+        last_is_short: the last chunk has fewer positions than the others. The last rank gets it,
+            which is one of those with most chunks.
     """
-    count, ranks = len(deal.work), len(deal.load)
+    count, total = len(work), max(int(work.sum()), 1)
+    mean_chunk, mean_rank = total / count, total / ranks
+    room = count // ranks + (np.arange(ranks) >= ranks - count % ranks)  # chunks to deal
+    load = np.zeros(ranks)  # work of each rank
     available = np.zeros((count, ranks), bool)  # keys that a rank holds or receives
-    filled = np.zeros(ranks, np.int64)
-    mean_chunk, mean_rank = deal.work.sum() / count, deal.work.sum() / ranks
-    order = np.argsort(-deal.work, kind="stable").tolist()
-    if fixed is not None:
-        order.remove(fixed)
-        order.insert(0, fixed)
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    order = np.argsort(-work, kind="stable").tolist()
+    if last_is_short:
+        order.remove(count - 1)
+        order.insert(0, count - 1)
     for chunk in order:
-        begin, end = int(deal.begin[chunk]), int(deal.end[chunk])
-        wanted = end - begin
-        # Sample about 8 chunks of keys.
-        sample = available[begin : end : max(wanted // 8, 1)]
+        keys = slice(int(begin[chunk]), int(end[chunk]))
+        wanted = keys.stop - keys.start
+        sample = available[keys][:: max(wanted // 8, 1)]  # about 8 chunks
         missing = wanted * (1.0 - sample.sum(0) / max(len(sample), 1))
-        load = np.where(filled < deal.room, deal.load, np.inf)
-        cost = deal.load + LOCALITY * mean_chunk * missing
-        cost[load > load.min() + SLACK * mean_rank] = np.inf
-        rank = ranks - 1 if chunk == fixed else int(cost.argmin())
-        deal.held[rank, filled[rank]] = chunk
-        filled[rank] += 1
-        deal.load[rank] += deal.work[chunk]
-        available[begin:end, rank] = True
-        available[chunk, rank] = True
-
-
-def _exchange(deal: _Deal, fixed: int | None) -> None:
-    """Exchange chunks of ranks with much work for chunks of ranks with little.
-
-    Dealing alone leaves a largest work of 1.19 to 1.25 times the mean (packed documents, 64 and
-    512 ranks) and takes twice the time, as more chunk sizes are tried. With exchanges it is 1.02.
-
-    Args:
-        fixed: a chunk that must not move.
-    """
-    ranks = len(deal.load)
-    limit = GOOD * deal.load.sum() / ranks
-    before = np.stack([_keys_before(deal, rank) for rank in range(ranks)])
-    final = np.zeros(ranks, bool)  # no exchange improves these
-    for _ in range(EXCHANGES * ranks):
-        most = int(np.where(final, -1, deal.load).argmax())
-        if final[most] or deal.load[most] <= limit:
-            break
-        found = _best_exchange(deal, most, before, fixed)
-        if found is None:
-            final[most] = True
-            continue
-        rank, i, j = found
-        a, b = deal.held[most, i], deal.held[rank, j]
-        deal.held[most, i], deal.held[rank, j] = b, a
-        difference = deal.work[a] - deal.work[b]
-        deal.load[most] -= difference
-        deal.load[rank] += difference
-        for changed in (most, rank):
-            before[changed] = _keys_before(deal, changed)
-            final[changed] = False
-
-
-def _best_exchange(
-    deal: _Deal, most: int, before: Any, fixed: int | None
-) -> tuple[int, int, int] | None:
-    """Return the exchange of a chunk of rank `most` with the least cost.
-
-    Returns:
-        The other rank, and the columns of `_Deal.held` of both chunks; None if no exchange helps.
-    """
-    others = np.argsort(deal.load, kind="stable")[:COLDEST]
-    mine, theirs = deal.held[most], deal.held[others]  # (m,), (others, m)
-    mean = deal.load.sum() / len(deal.load)
-    moved = deal.work[mine][None, :, None] - deal.work[theirs][:, None, :]
-    wanted = np.minimum(deal.load[most] - mean, mean - deal.load[others])[:, None, None]
-    cost = np.abs(wanted - moved) * (len(deal.work) / deal.work.sum())
-    begin, end = deal.begin[mine], deal.end[mine]
-    to_others = end - begin - (before[others][:, end] - before[others][:, begin])
-    begin, end = deal.begin[theirs], deal.end[theirs]
-    to_most = end - begin - (before[most][end] - before[most][begin])
-    cost = cost + RECEIVING * (to_others[:, :, None] + to_most[:, None, :])
-    largest = np.maximum(deal.load[most] - moved, deal.load[others][:, None, None] + moved)
-    fits = (moved > 0) & (largest < deal.load[most])
-    fits &= ((mine >= 0) & (mine != fixed))[None, :, None]
-    fits &= ((theirs >= 0) & (theirs != fixed))[:, None, :]
-    cost[~fits] = np.inf
-    at = int(cost.argmin())
-    if not fits.flat[at]:
-        return None
-    other, i, j = np.unravel_index(at, cost.shape)
-    return int(others[other]), int(i), int(j)
-
-
-def _keys_before(deal: _Deal, rank: int) -> Any:
-    """Return, for each chunk, how many earlier key chunks a rank has, (chunks + 1,)."""
-    own = deal.held[rank][deal.held[rank] >= 0]
-    changes = np.zeros(len(deal.work) + 1, np.int32)
-    np.add.at(changes, np.concatenate([deal.begin[own], own]), 1)
-    np.add.at(changes, np.concatenate([deal.end[own], own + 1]), -1)
-    available = changes.cumsum()[:-1] > 0
-    return np.concatenate([[0], available.cumsum()]).astype(np.int32)
+        cost = load + LOCALITY * mean_chunk * missing
+        slack = SLACK * mean_rank * (1.0 - (load.sum() / total) ** 2)
+        cost[load > load[room > 0].min() + slack] = np.inf
+        cost[room == 0] = np.inf
+        rank = ranks - 1 if last_is_short and chunk == count - 1 else int(cost.argmin())
+        dealt[rank].append(chunk)
+        room[rank] -= 1
+        load[rank] += work[chunk]
+        available[keys, rank] = available[chunk, rank] = True
+    return dealt

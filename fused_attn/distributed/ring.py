@@ -33,8 +33,8 @@ from fused_attn.ops import library as ops
 
 # Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
 # forward of packed causal documents with balanced positions, in ms, for 1, 2, 4 and 8 steps (see
-# benchmarks/scale_simulation.py): 8 ranks 92, 85, 74, 62; 32 ranks 46, 44, 38, 33; 128 ranks 29,
-# 28, 26, 26. Causal masks with zigzag positions are not faster with more than 1.
+# benchmarks/scale_simulation.py): 8 ranks 104, 93, 73, 62; 32 ranks 44, 36, 28, 27; 128
+# ranks 29, 27, 26, 26. Causal masks with zigzag positions are not faster with more than 1.
 AHEAD = 4
 
 

@@ -156,7 +156,16 @@ def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, obje
                 "PYTHONPATH": f"{ROOT}:{ROOT}/scripts",
                 **_ENVIRONMENT[source],
             }
-            options = ["-q", "-m", "not thorough", "-p", "mutant_tests", "-p", "no:cacheprovider"]
+            options = [
+                "-q",
+                "--tb=no",
+                "-m",
+                "not thorough",
+                "-p",
+                "mutant_tests",
+                "-p",
+                "no:cacheprovider",
+            ]
             command = [sys.executable, "-P", "-m", "pytest", *options, *tests]
             subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
         for line in results.read_text().splitlines():

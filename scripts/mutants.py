@@ -193,6 +193,11 @@ def main() -> None:
     if options.source is None:
         raise SystemExit(bool(run_listed(options.names)))
     rows = mutant_runs.run(options.source, options.seed, options.count, options.limit)
+    earlier = json.loads(RESULTS.read_text()).get(options.source, [])
+    verdicts = {(r["path"], r["mutant"]): r["verdict"] for r in earlier if "verdict" in r}
+    for row in rows:  # what was found out about survivors is written by hand
+        if row["killed by"] is None and (row["path"], row["mutant"]) in verdicts:
+            row["verdict"] = verdicts[row["path"], row["mutant"]]
     write({options.source: rows})
     killed = [row for row in rows if row["killed by"] not in (None, "not reached")]
     print(f"{len(killed)} of {len(rows)} mutants are noticed")

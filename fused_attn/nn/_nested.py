@@ -17,7 +17,8 @@ def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> T
         nested: nested tensor of N sequences.
 
     Returns:
-        A nested tensor with the layout and the sequence lengths of `nested`.
+        A nested tensor with the layout and the sequence lengths of `nested`. A contiguous jagged
+        one has its offsets, so that torch can add the two.
     """
     lengths = [sequence.shape[0] for sequence in nested.unbind()]
     if not any(lengths):
@@ -27,4 +28,8 @@ def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> T
     ignored = positions >= torch.tensor(lengths, device=padded.device)[:, None]
     out = function(padded, ignored)
     rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+    if nested.layout == torch.jagged and nested.is_contiguous():
+        return torch.nested.nested_tensor_from_jagged(
+            torch.cat(rows), nested.offsets(), min_seqlen=min(lengths), max_seqlen=max(lengths)
+        )
     return torch.nested.as_nested_tensor(rows, layout=nested.layout)

@@ -67,6 +67,14 @@ ATTENTION = {
         lambda q, k, v, n: attend(q, k, v, masks.padding(n) & masks.sliding_window(2)),
         (torch.tensor([4, L]),),
     ),
+    "fewer queries": (
+        lambda q, k, v: attend(q[:, :, :2], k, v, masks.causal(align="bottom_right")),
+        (),
+    ),
+    "decoding": (
+        lambda q, k, v, n: fused_attn.decode_attention(q[:, :, :2], k, v, cache_lengths=n),
+        (torch.tensor([4, L]),),
+    ),
     "groups": (lambda q, k, v: attend(q, k[:, :2], v[:, :2], enable_gqa=True), ()),
 }
 

@@ -221,6 +221,23 @@ def test_packed_sequences_may_be_told_twice():
         model(ids, **told)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_training_without_padding(name):
+    """Packed sequences have the results and gradients of the padded batch."""
+    model = BY_NAME[name].model("fused_attn")
+    ids, positions = text()["input_ids"][:1], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    rows = torch.nn.utils.rnn.pad_sequence(ids[0].split([4, 5]), batch_first=True)
+    real = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    padded = model(rows, attention_mask=real, use_cache=False).logits[real.bool()]
+    packed = model(ids, position_ids=positions, use_cache=False).logits[0]
+    weights = torch.randn_like(packed)
+    results = [
+        [logits, *torch.autograd.grad((logits * weights).sum(), [*model.parameters()])]
+        for logits in (packed, padded)
+    ]
+    torch.testing.assert_close(*results)
+
+
 # ---- models with custom attention ----------------------------------------------------------------
 
 

@@ -47,6 +47,16 @@ def test_each_sequence_is_as_by_itself(name, lengths, layout):
                 torch.testing.assert_close(row, module(sequence[None])[0])
 
 
+def test_residuals_of_jagged_tensors():
+    """Results have the offsets of jagged inputs, so that torch adds them."""
+    rows = [torch.randn(length, WIDTH) for length in (3, 5)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    attention = modules()["attention"]
+    out = x + attention(x)
+    for got, row in zip(out.unbind(), rows, strict=True):
+        torch.testing.assert_close(got, row + attention(row[None])[0])
+
+
 @pytest.mark.parametrize("shape", [(2, 0), (0, 0), (0, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_padded_batches_without_a_token(batch_first, shape):

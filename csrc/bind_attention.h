@@ -58,6 +58,7 @@ void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 struct AttentionReader {
   TensorView query, key, value;
   Summaries summaries;
+  Sizes sizes;
   // True for packed sequences in (total, num_heads, head_dim) tensors. The CPU passes support them
   // only without a backward.
   bool three_dims = false;
@@ -76,23 +77,16 @@ struct AttentionReader {
     if (three_dims) {
       for (TensorView* const view : {&query, &key, &value}) as_one_sequence(view);
     }
-    if (!fits(py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa")))) return false;
+    if (!operands_fit(query, key, value, {}, &sizes) ||
+        (key.shape[1] != query.shape[1] &&
+         !py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa")))) {
+      return false;
+    }
+    check_within(num_threads, "num_threads", 0, kUnlimited);
     p->num_threads = num_threads;
-    read_call(call, query, key, value, p);
+    read_call(call, query, key, value, &sizes, p);
     complete(call, p, &summaries);
     return true;
-  }
-
- private:
-  bool fits(bool enable_gqa) const {
-    const auto &q = query, &k = key, &v = value;
-    return q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype() == k.dtype() &&
-           q.dtype() == v.dtype() && k.shape[0] == q.shape[0] && k.shape[3] == q.shape[3] &&
-           std::equal(k.shape, k.shape + 3, v.shape) && q.shape[2] < kUnlimited &&
-           k.shape[2] < kUnlimited &&
-           (q.shape[1] == k.shape[1] ||
-            (enable_gqa && k.shape[1] > 0 && q.shape[1] % k.shape[1] == 0)) &&
-           contiguous_from(q, 3) && contiguous_from(k, 3) && contiguous_from(v, 3);
   }
 };
 
@@ -145,6 +139,7 @@ bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, in
 // than the saved ones.
 bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
                   const TensorView& q, AttentionBwdParams* p) {
+  check_that(outputs.size() == 4, "outputs must be four");
   TensorView grad, out, lse, lse_residual, of_lse;
   if (!float_view(grad_out, &grad) || !float_view(outputs[0], &out) ||
       !float_view(outputs[1], &lse) || !float_view(outputs[2], &lse_residual) ||
@@ -200,6 +195,8 @@ py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
   if (needs_bias) {
     const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
     const TensorView bias = view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias"));
+    check_that(bias.is_present, "needs_bias needs a bias");
+    check_shape(bias, "bias", Rule("IJLM"), reader.sizes);
     grad_bias = new_dense(bias.shape, 4, sums, &p.grad_bias);
     std::fill_n(static_cast<char*>(p.grad_bias), bias.numel() * sums.bits / 8, 0);
   }

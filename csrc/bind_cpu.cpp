@@ -12,7 +12,7 @@ void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
          const py::kwargs& kwargs) {
   Params params{};
   Fields fields(kwargs);
-  read_call(call, &params);
+  fields.sizes = read_call(call, &params);
   read(fields, &params);
   fields.finish();
   Summaries summaries;
@@ -34,19 +34,32 @@ void rotary(const py::handle& input, const py::handle& cos, const py::handle& si
             const py::handle& out, int64_t num_threads) {
   RotaryParams p{};
   const TensorView x = view_of(input), y = view_of(out);
+  Sizes sizes;
+  check_that(x.ndim == 4 && x.is_float() && x.numel() > 0, "input must have 4 dimensions");
+  sizes.set("BHQD", x);
+  sizes.dtype = x.dtype();
+  check_rule<void>(y, "out", "!x:BHQD", sizes);
   check_dense(x, "input", 3);
   check_dense(y, "out", 3);
-  const auto read_table = [&](const py::handle& table, const void** data, int64_t* strides) {
-    const TensorView view = view_of(table);
-    check_dense(view, "cos and sin", view.ndim - 1);
+  const TensorView factors = view_of(cos), of_sin = view_of(sin);
+  const bool shared = factors.ndim == 2;
+  check_that(shared || factors.ndim == 3, "cos must have 2 or 3 dimensions");
+  const int64_t rows = factors.shape[factors.ndim - 2], width = factors.shape[factors.ndim - 1];
+  sizes['R'] = rows;
+  sizes['C'] = width;
+  const auto read_table = [&](const TensorView& view, const char* name, const void** data,
+                              int64_t* strides) {
+    const bool own = view.is_float() && view.dtype() == x.dtype();
+    const std::string rule = std::string(own ? "!x:" : "!s:") + (shared ? "RC" : "bRC");
+    check_rule<void>(view, name, rule.c_str(), sizes);
+    check_dense(view, name, view.ndim - 1);
     *data = view.data;
-    if (view.ndim == 3) strides[0] = view.broadcast_stride(0);
+    if (!shared) strides[0] = view.broadcast_stride(0);
     strides[1] = view.strides[view.ndim - 2];
-    return view;
   };
-  const TensorView factors = read_table(cos, &p.cos, p.cos_strides);
-  read_table(sin, &p.sin, p.sin_strides);
-  const int64_t width = factors.shape[factors.ndim - 1];
+  read_table(factors, "cos", &p.cos, p.cos_strides);
+  read_table(of_sin, "sin", &p.sin, p.sin_strides);
+  check_that(of_sin.dtype() == factors.dtype(), "cos and sin must have one dtype");
   p.dtype = x.dtype();
   p.table_dtype = factors.dtype();
   p.batch = x.shape[0];
@@ -61,7 +74,17 @@ void rotary(const py::handle& input, const py::handle& cos, const py::handle& si
   p.out = y.data;
   std::copy(x.strides, x.strides + 3, p.input_strides);
   std::copy(y.strides, y.strides + 3, p.out_strides);
-  p.positions = static_cast<const int64_t*>(view_of(positions).data);
+  check_within(2 * p.pairs, "rotary_dim", 0, p.head_dim);
+  if (const TensorView view = view_of(positions); view.is_present) {
+    check_rule<int64_t>(view, "positions", "BQ", sizes);
+    check_dense(view, "positions", 0);
+    p.positions = static_cast<const int64_t*>(view.data);
+  }
+  for (int64_t i = 0; p.positions != nullptr && i < p.batch * p.seqlen; ++i) {
+    check_within(p.positions[i], "positions", 0, rows - 1);
+  }
+  check_that(p.positions != nullptr || p.seqlen <= rows, "cos and sin must have a row per token");
+  check_within(num_threads, "num_threads", 0, kUnlimited);
   p.num_threads = num_threads;
   run_entry(&KernelTable::rotary, p);
 }
@@ -78,8 +101,12 @@ void tile_summary(const py::kwargs& kwargs) {
 void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
   TileKindsParams params{};
   Fields fields(kwargs);
-  read_call(call, &params.problem);
-  fields.pointer("kinds", &params.kinds);
+  fields.sizes = read_call(call, &params.problem);
+  const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+  const KernelTable& table = kernels_for(params);
+  fields.sizes['L'] = tiles(params.problem.seqlen_q, table.query_tile(params.problem.dtype));
+  fields.sizes['M'] = tiles(params.problem.seqlen_k, table.block);
+  fields.pointer("kinds", &params.kinds, "!BHLM");
   fields.number("num_threads", &params.problem.num_threads);
   fields.finish();
   Summaries summaries;
@@ -93,30 +120,43 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
   m.attr("FIELDS") = field_names();
-  m.def("attention_fwd", &attention_fwd);
-  m.def("attention_bwd", &attention_bwd);
-  m.def("attention_weights", [](const py::object& call, const py::kwargs& fields) {
-    run(&KernelTable::attention_weights, call, fields);
-  });
-  m.def("attention_weights_bwd", [](const py::object& call, const py::kwargs& fields) {
-    run(&KernelTable::attention_bwd, call, fields);
-  });
-  m.def("norm_fwd", &norm_fwd);
-  m.def("norm_bwd", &norm_bwd);
+  constexpr py::call_guard<CallScope> kScope;
+  m.def("attention_fwd", &attention_fwd, kScope);
+  m.def("attention_bwd", &attention_bwd, kScope);
+  m.def(
+      "attention_weights",
+      [](const py::object& call, const py::kwargs& fields) {
+        run(&KernelTable::attention_weights, call, fields);
+      },
+      kScope);
+  m.def(
+      "attention_weights_bwd",
+      [](const py::object& call, const py::kwargs& fields) {
+        run(&KernelTable::attention_bwd, call, fields);
+      },
+      kScope);
+  m.def("norm_fwd", &norm_fwd, kScope);
+  m.def("norm_bwd", &norm_bwd, kScope);
   m.def("set_torch", &set_torch);
   m.def("set_no_mask", &set_no_mask);
   // Takes a fifth of the time of os.environ.get.
   m.def("environment", [](const char* name) { return std::getenv(name); });
   m.def("empty_tensor", &empty_tensor);
-  m.def("activation", &activation);
-  m.def("rotary", &rotary);
-  m.def("tile_summary", &tile_summary);
-  m.def("tile_kinds", &tile_kinds);
+  m.def("activation", &activation, kScope);
+  m.def("rotary", &rotary, kScope);
+  m.def("tile_summary", &tile_summary, kScope);
+  m.def("tile_kinds", &tile_kinds, kScope);
   m.def("tile_size", [](int64_t dtype) {
+    check_within(dtype, "dtype", 0, 3);
     return py::make_tuple(kernels().query_tile(static_cast<DType>(dtype)), kernels().block);
   });
-  m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
+  m.def("multiply_add_peak", [](int64_t threads) {
+    check_within(threads, "threads", 1, kUnlimited);
+    return kernels().multiply_add_peak(threads);
+  });
   m.def("product_peak", [](int64_t dtype, int64_t threads) {
+    check_within(dtype, "dtype", 0, 3);
+    check_within(threads, "threads", 1, kUnlimited);
     return kernels().product_peak(static_cast<DType>(dtype), threads);
   });
   m.def("release_workspace", &release_workspace);

@@ -29,6 +29,7 @@ void read(Fields& fields, GpuParams* p) {
 
 void read(Fields& fields, CacheParams* p) {
 #include "fields/cache.inc"
+  check_that(p->block_table == nullptr || p->page_size == fields.sizes.at('S'), "wrong page_size");
 }
 
 #include "fields/end.inc"
@@ -40,8 +41,8 @@ struct PartialSums {
   int64_t num_parts;
 };
 void read(Fields& fields, PartialSums* p) {
-  fields.pointer("partial_sums", &p->data);
-  fields.number("num_parts", &p->num_parts);
+  fields.size("num_parts", &p->num_parts, 'A');
+  fields.pointer("partial_sums", &p->data, "2AC");
 }
 
 // On GPUs, the mask that does not depend on the query (key_mask) has a summary. The overloads below
@@ -50,8 +51,8 @@ template <class Params>
 void read_key_mask_summary(const py::handle&, Fields&, Params*) {}
 void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionParams* p) {
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
-  read_summary(view_of(FUSED_ATTN_ATTRIBUTE(spec, "key_mask")), fields.tensor("key_mask_summary"),
-               &p->mask.key_mask);
+  read_summary(view_of(FUSED_ATTN_ATTRIBUTE(spec, "key_mask")),
+               view_of(fields.find("key_mask_summary")), &p->mask.key_mask);
 }
 void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionBwdParams* p) {
   read_key_mask_summary(call, fields, &p->fwd);
@@ -115,7 +116,69 @@ void run_described(const char* name, const Params& params, const Run& run) {
   }
 }
 
-void read_call(const py::handle&, SummaryParams*) {}
+Sizes read_call(const py::handle&, SummaryParams*) { return {}; }
+
+// ---- checks ------------------------------------------------------------------------------------
+
+// Adds the sizes of workspaces: E head_dim rounded up to 8, F rows of row_statistics, L and M rows
+// and columns of grad_bias_parts, C x U and A x Z batch and runs of document ids of queries and of
+// keys, Y 2 + head_dim_v. The fields add A number of bias parts, O max_pages, R seqlen_new, X
+// num_splits.
+template <class Params>
+void set_gpu_sizes(const Params&, Sizes*) {}
+void set_gpu_sizes(const AttentionParams& p, Sizes* sizes) {
+  const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+  const int tile = score_tile(p.dtype == DType::kFloat32 ? 4 : 2);
+  Sizes& s = *sizes;
+  s['C'] = p.mask.query_documents_stride == 0 ? std::min<int64_t>(p.batch, 1) : p.batch;
+  s['A'] = p.mask.key_documents_stride == 0 ? std::min<int64_t>(p.batch, 1) : p.batch;
+  s['U'] = tiles(p.seqlen_q, kIdRangeTile);
+  s['Z'] = tiles(p.seqlen_k, kIdRangeTile);
+  s['E'] = tiles(p.head_dim, 8) * 8;
+  s['F'] =
+      kStatisticsTile * (p.cu_seqlens_q == nullptr ? p.batch * tiles(p.seqlen_q, kStatisticsTile)
+                                                   : p.total_q / kStatisticsTile + p.batch + 1);
+  s['Y'] = 2 + p.head_dim_v;
+  s['L'] = s['L'] > 1 ? p.seqlen_q : tiles(p.seqlen_q, tile);
+  s['M'] = s['M'] > 1 ? p.seqlen_k : tiles(p.seqlen_k, tile);
+}
+void set_gpu_sizes(const AttentionBwdParams& p, Sizes* sizes) { set_gpu_sizes(p.fwd, sizes); }
+void set_gpu_sizes(const AttentionWeightsParams& p, Sizes* sizes) { set_gpu_sizes(p.fwd, sizes); }
+
+// check() throws std::invalid_argument if tensors are missing that only some calls of a pass need.
+void check(const SummaryParams&, const GpuParams&) {}
+void check(const AttentionParams& p, const GpuParams& gpu) {
+  check_that(p.mask.query_documents == nullptr ||
+                 (gpu.query_id_ranges != nullptr && gpu.key_id_ranges != nullptr),
+             "the ranges of document ids are missing");
+  check_that(!(p.dropout_p > 0) || gpu.seed_address != nullptr, "seed_address is missing");
+}
+void check(const AttentionWeightsParams& p, const GpuParams& gpu) { check(p.fwd, gpu); }
+void check(const AttentionParams& p, const CacheParams& cache, const GpuParams& gpu) {
+  check(p, gpu);
+  check_that(gpu.num_splits == 1 || (gpu.num_splits > 1 && gpu.splits != nullptr),
+             "num_splits must be 1, or splits a workspace");
+  check_that(
+      cache.block_table == nullptr || p.seqlen_k <= cache.block_table_stride * cache.page_size,
+      "block_table must have pages for seqlen_k keys");
+  check_that(cache.seqlen_new == 0 || (cache.cache_lengths != nullptr && cache.new_key != nullptr &&
+                                       cache.new_value != nullptr),
+             "seqlen_new needs cache_lengths, new_key and new_value");
+}
+void check(const AttentionBwdParams& p, const GpuParams& gpu) {
+  check(p.fwd, gpu);
+  check_that(gpu.deterministic || gpu.grad_query_sums != nullptr, "grad_query_sums is missing");
+}
+void check(const NormParams& p, const GpuParams& gpu) {
+  check_that(!(p.dropout_p > 0) || gpu.seed_address != nullptr, "seed_address is missing");
+}
+void check(const NormBwdParams& p, const PartialSums& sums, const GpuParams& gpu) {
+  check(p.fwd, gpu);
+  check_that(p.fwd.rstd != nullptr && (p.fwd.rms || p.fwd.mean != nullptr), "mean or rstd missing");
+  check_that((p.grad_weight == nullptr && p.grad_bias == nullptr) || sums.data != nullptr,
+             "partial_sums is missing");
+  check_that(!(p.fwd.dropout_p > 0) || p.grad_input != nullptr, "grad_input is missing");
+}
 
 // Reads the call and the keyword fields of the pass, and calls `entry` with the resulting structs.
 template <class Params, class... More>
@@ -128,11 +191,20 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
   int32_t index = -1;  // without a device, the kernels are emulated on the CPU
   fields.number("device", &index);
   if (index >= 0) call_device = {kDLCuda, index};
-  read_call(call, &params);
+  if constexpr ((std::is_same_v<More, CacheParams> || ...)) {
+    KeyRows rows;
+    if (fields.has("seqlen_k")) fields.number("seqlen_k", &(rows.seqlen_k = 0));
+    rows.paged = fields.has("block_table");
+    fields.sizes = read_call(call, &params, rows);
+  } else {
+    fields.sizes = read_call(call, &params);
+  }
   read_key_mask_summary(call, fields, &params);
   read(fields, &params);
+  set_gpu_sizes(params, &fields.sizes);
   std::apply([&](More&... parts) { (read(fields, &parts), ...); }, more);
   fields.finish();
+  std::apply([&](More&... parts) { check(params, parts...); }, more);
   run_described(name, params,
                 [&] { std::apply([&](const More&... parts) { entry(params, parts...); }, more); });
 }
@@ -169,9 +241,11 @@ PYBIND11_MODULE(FUSED_ATTN_CUDA_MODULE, m) {
   m.attr("ID_RANGE_TILE") = kIdRangeTile;
   m.attr("STATISTICS_TILE") = kStatisticsTile;
   m.attr("MAX_ADDED_HEAD_DIM") = kMaxAddedHeadDim;
-#define FUSED_ATTN_DEFINE(name, entry) \
-  m.def(name,                          \
-        [](const py::object& call, const py::kwargs& fields) { run(name, &entry, call, fields); })
+#define FUSED_ATTN_DEFINE(name, entry)                                                           \
+  m.def(                                                                                         \
+      name,                                                                                      \
+      [](const py::object& call, const py::kwargs& fields) { run(name, &entry, call, fields); }, \
+      py::call_guard<CallScope>())
   FUSED_ATTN_DEFINE("attention_fwd", run_attention_fwd);
   FUSED_ATTN_DEFINE("attention_bwd", run_attention_bwd);
   FUSED_ATTN_DEFINE("attention_decode", run_attention_decode);

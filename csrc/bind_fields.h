@@ -1,7 +1,7 @@
 // Converts Python calls (fused_attn/call/calls.py) and keyword fields to the structs of params.h.
 //
-// Python validates shapes and dtypes. Here, a missing field or an empty tensor is treated as absent
-// (null or 0), and an unknown field name is an error.
+// A missing field or an empty tensor is treated as absent (null or 0). Tensors that break the rule
+// of their field, and unknown field names, are errors.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "tensors.h"
+#include "tensor_rules.h"
 
 namespace fused_attn {
 namespace {
@@ -24,23 +24,20 @@ bool contiguous_from(const TensorView& view, int first_dim) {
   return true;
 }
 
+bool is_bool(const TensorView& view) { return view.code != kDLFloat && view.bits == 8; }
+
+// Returns the size of a dimension of a mask's summary.
+int64_t summary_size(const TensorView& mask, int dim) {
+  const int64_t tile = dim == 2 ? kSummaryTileM : dim == 3 ? kSummaryTileN : 1;
+  return (mask.shape[dim] + tile - 1) / tile;
+}
+
 // Throws std::invalid_argument unless the dimensions from first_dim on are contiguous, because
 // kernels index them as an array.
 void check_dense(const TensorView& view, const char* name, int first_dim) {
   if (contiguous_from(view, first_dim)) return;
   const char* const where = first_dim == 0 ? "" : " in its last dimension";
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
-}
-
-// Throws std::invalid_argument unless a table has the elements that kernels read as T: floats, or
-// int64 for indices and structs of them.
-template <class T>
-void check_elements(const TensorView& view, const char* name) {
-  constexpr bool kFloat = std::is_floating_point_v<T>;
-  constexpr int kBits = kFloat ? 8 * sizeof(T) : 64;
-  if (view.code == (kFloat ? kDLFloat : kDLInt) && view.bits == kBits) return;
-  const std::string wanted = (kFloat ? "float" : "int") + std::to_string(kBits);
-  throw std::invalid_argument(std::string(name) + " must be " + wanted);
 }
 
 // Reads a matrix in the layout that rows_in_place of base/layout.py returns: contiguous rows, in at
@@ -61,7 +58,7 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   // row_offset() divides rows by `length` with a multiplication and a shift, which is exact for
   // rows below 2^31 and length in (2^(bits - 1), 2^bits]. Source: Granlund and Montgomery 1994,
   // "Division by invariant integers using multiplication", theorem 4.2.
-  if (runs * length > int64_t{1} << 31) {
+  if (runs > (int64_t{1} << 31) / length) {
     throw std::invalid_argument(std::string(name) +
                                 " must be contiguous or have at most 2^31 rows");
   }
@@ -72,60 +69,85 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   rows->run_shift = bits - 1;
 }
 
-// Reads named fields from Python keyword arguments. Pointer fields may be tensors or integer
-// addresses. finish() throws if a keyword was never read.
+// Reads named fields from Python keyword arguments. finish() throws if a keyword was never read.
 class Fields {
  public:
   explicit Fields(const py::kwargs& fields) : fields_(fields) {}
 
+  Sizes sizes;  // of the call, for the rules
+
   template <class T, std::enable_if_t<!std::is_enum_v<T>, bool> = true>
   void number(const char* name, T* out) {
-    if (PyObject* value = find(name)) *out = py::cast<T>(py::handle(value));
+    if (const py::handle value = find(name)) *out = py::cast<T>(value);
+    if constexpr (std::is_same_v<T, int64_t>) check_within(*out, name, 0, kUnlimited);
   }
 
   template <class Enum, std::enable_if_t<std::is_enum_v<Enum>, bool> = true>
   void number(const char* name, Enum* out) {
     auto value = static_cast<int64_t>(*out);
-    number<int64_t>(name, &value);
+    number(name, &value);
+    check_within(value, name, 0, 3);  // DType and Activation have four values
     *out = static_cast<Enum>(value);
+    if constexpr (std::is_same_v<Enum, DType>) sizes.dtype = *out;
   }
 
-  TensorView tensor(const char* name) {
-    PyObject* value = find(name);
-    return value == nullptr ? TensorView{} : view_of(value);
+  void size(const char* name, int64_t* out, char letter) {
+    if (const py::handle value = find(name)) *out = py::cast<int64_t>(value);
+    check_within(*out, name, 0, INT64_MAX);
+    sizes[letter] = *out;
+  }
+
+  py::handle find(const char* name) {
+    PyObject* value = PyDict_GetItemString(fields_.ptr(), name);
+    if (value != nullptr) asked_.emplace_back(name);
+    return value;
+  }
+
+  bool has(const char* name) const { return fields_.contains(name); }
+
+  // Reads a tensor, which must follow the rule. An empty tensor is absent.
+  template <class T>
+  TensorView tensor(const char* name, const char* rule) {
+    TensorView view = view_of(find(name));
+    if (view.numel() == 0) view.is_present = false;
+    check_rule<T>(view, name, rule, sizes);
+    return view;
   }
 
   template <class T>
-  void pointer(const char* name, T** out) {
-    PyObject* const value = find(name);
-    if (value == nullptr) return;
-    if (PyLong_Check(value)) {
-      *out = static_cast<T*>(PyLong_AsVoidPtr(value));
-      return;
-    }
-    const TensorView view = view_of(py::handle(value));
-    if (!view.is_present || view.numel() == 0) return;
+  void pointer(const char* name, T** out, const char* rule) {
+    const TensorView view = tensor<T>(name, rule);
+    if (!view.is_present) return;
     check_dense(view, name, 0);
     *out = static_cast<T*>(view.data);
   }
 
+  void address(const char* name, void** out) {
+    if (const py::handle value = find(name))
+      *out = reinterpret_cast<void*>(py::cast<uintptr_t>(value));
+  }
+
   template <class T>
-  void rows(const char* name, T** out, int64_t (&strides)[3]) {
-    const TensorView view = tensor(name);
-    if (!view.is_present || view.numel() == 0) return;
+  void rows(const char* name, T** out, int64_t (&strides)[3], const char* rule) {
+    const TensorView view = tensor<T>(name, rule);
+    if (!view.is_present) return;
     check_dense(view, name, 3);
     *out = static_cast<T*>(view.data);
     for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
   }
 
   template <class T>
-  void matrix(const char* name, T** out, RowLayout* rows) {
-    read_matrix(tensor(name), name, out, rows);
+  void matrix(const char* name, T** out, RowLayout* rows, const char* rule) {
+    const TensorView view = tensor<T>(name, rule);
+    if (!view.is_present) return;
+    check_that(view.ndim > 0 && view.shape[view.ndim - 1] == sizes['C'], "rows must be alike");
+    read_matrix(view, name, out, rows);
   }
 
-  void sizes(const char* name, int64_t (&out)[4]) {
-    if (PyObject* value = find(name)) {
-      const auto tuple = py::reinterpret_borrow<py::tuple>(value);
+  void four(const char* name, int64_t (&out)[4]) {
+    if (const py::handle value = find(name)) {
+      const auto tuple = py::cast<py::tuple>(value);
+      check_that(tuple.size() == 4, "bias_sizes must be 4");
       for (int i = 0; i < 4; ++i) out[i] = py::cast<int64_t>(tuple[i]);
     }
   }
@@ -143,12 +165,6 @@ class Fields {
   }
 
  private:
-  PyObject* find(const char* name) {
-    PyObject* value = PyDict_GetItemString(fields_.ptr(), name);
-    if (value != nullptr) asked_.emplace_back(name);
-    return value;
-  }
-
   const py::kwargs& fields_;
   std::vector<std::string> asked_;
 };
@@ -159,15 +175,28 @@ void read(Fields& fields, AttentionParams* p) {
 #include "fields/attention.inc"
 }
 
+// Reads the results of the forward, for another pass.
+void read_forward(Fields& fields, AttentionParams* p) {
+  fields.sizes.out_dtype = p->dtype;
+  read(fields, p);
+  const bool rounded = p->dtype == DType::kFloat16 || p->dtype == DType::kBFloat16;
+  check_that(p->lse == nullptr || p->lse_residual != nullptr, "lse_residual is missing");
+  check_that(p->out == nullptr || p->out_residual != nullptr || !rounded,
+             "out_residual is missing");
+}
+
 void read(Fields& fields, AttentionBwdParams* p) {
-  read(fields, &p->fwd);
+  read_forward(fields, &p->fwd);
+  if (p->fwd.partial) fields.sizes.out_dtype = statistics_of(p->fwd.dtype);
 #include "fields/attention_bwd.inc"
+  check_that(p->grad_weights == nullptr || p->row_sums != nullptr, "row_sums is missing");
 }
 
 void read(Fields& fields, AttentionWeightsParams* p) {
-  read(fields, &p->fwd);
-  fields.pointer("weights", &p->weights);
+  read_forward(fields, &p->fwd);
+  check_that(p->fwd.cu_seqlens_q == nullptr, "weights must not be packed");
   fields.number("average", &p->average);
+  fields.pointer("weights", &p->weights, p->average ? "!x:NTK" : "!x:NHTK");
 }
 
 void read(Fields& fields, NormParams* p) {
@@ -184,7 +213,10 @@ void read(Fields& fields, NormParams* p) {
 }
 
 void read(Fields& fields, SummaryParams* p) {
-  const TensorView tensor = fields.tensor("tensor");
+  const TensorView tensor = view_of(fields.find("tensor"));
+  check_that(tensor.ndim == 4 && (tensor.is_float() || is_bool(tensor)),
+             "tensor must be a bool or float tensor with 4 dimensions");
+  for (int i = 0; i < 4; ++i) fields.sizes["IJLM"[i]] = summary_size(tensor, i);
   p->data = tensor.data;
   p->is_bool = !tensor.is_float();
   p->dtype = tensor.dtype();
@@ -192,7 +224,7 @@ void read(Fields& fields, SummaryParams* p) {
     p->sizes[i] = tensor.shape[i];
     p->strides[i] = tensor.strides[i];
   }
-  fields.pointer("summary", &p->summary);
+  fields.pointer("summary", &p->summary, "!IJLM");
   fields.number("num_threads", &p->num_threads);
 }
 
@@ -210,7 +242,10 @@ void read_broadcast(const TensorView& view, DenseTensor* out) {
 // is 0. The mask's size decides this, because a dimension of the summary may have size 1 without
 // being broadcast.
 void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor* out) {
-  if (!mask.is_present || !summary.is_present) return;
+  if (!mask.is_present || !summary.is_present || mask.numel() == 0) return;
+  Sizes sizes;
+  for (int i = 0; i < 4; ++i) sizes["IJLM"[i]] = summary_size(mask, i);
+  check_rule<uint8_t>(summary, "the summary of a mask", "IJLM", sizes);
   out->summary = static_cast<const uint8_t*>(summary.data);
   for (int i = 0; i < 4; ++i) {
     out->summary_strides[i] = mask.shape[i] == 1 ? 0 : summary.strides[i];
@@ -222,36 +257,39 @@ T integer(const py::handle& value) {
   return static_cast<T>(py::cast<int64_t>(value));
 }
 
-// Reads a MaskSpec (fused_attn/masks/spec.py).
-void read_mask(const py::handle& spec, MaskParams* p) {
-#define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
-#define POINTER(type, name)                                                                  \
+// Reads a MaskSpec (fused_attn/masks/spec.py). Writes the sizes of bias to *sizes.
+void read_mask(const py::handle& spec, Sizes* sizes, MaskParams* p) {
+#define FIELD(type, name)                                     \
+  p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
+  check_within(p->name, #name, -2 * kUnlimited, 2 * kUnlimited);
+#define POINTER(type, name, rule)                                                            \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
-    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_rule<type>(view, #name, rule, *sizes);                                             \
     check_dense(view, #name, 0);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
   }
-#define ROWS(type, name)                                                                     \
+#define ROWS(type, name, rule)                                                               \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
-    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_rule<type>(view, #name, rule, *sizes);                                             \
     check_dense(view, #name, 3);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
     for (int i = 0; i < 3; ++i) p->name##_strides[i] = view.broadcast_stride(i);             \
   }
 #define SIZES(name)
-#define BROADCAST(name)                                               \
+#define BROADCAST(name, rule)                                         \
   const TensorView name = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
+  check_shape(name, #name, Rule(rule), *sizes);                       \
   read_broadcast(name, &p->name);
-#define BY_SEQUENCE(type, name)                                                              \
+#define BY_SEQUENCE(type, name, rule)                                                        \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
-    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_rule<type>(view, #name, rule, *sizes);                                             \
     check_dense(view, #name, 1);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
     p->name##_stride = view.broadcast_stride(0);                                             \
   }
-#define BY_HEAD(type, name)                                                                  \
+#define BY_HEAD(type, name, rule)                                                            \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
-    check_elements<std::remove_const_t<type>>(view, #name);                                  \
+    check_rule<type>(view, #name, rule, *sizes);                                             \
     check_dense(view, #name, 2);                                                             \
     p->name = static_cast<type*>(view.data);                                                 \
     for (int i = 0; i < 2; ++i) {                                                            \
@@ -267,32 +305,57 @@ void read_mask(const py::handle& spec, MaskParams* p) {
     if (!bias.is_float()) throw std::invalid_argument("bias must be a float tensor");
     p->bias_dtype = bias.dtype();
     read_summary(bias, view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias_summary")), &p->bias);
+    sizes->set("IJLM", bias);
+  }
+  check_that(!dense.is_present || is_bool(dense), "dense must be a bool tensor");
+  check_that(!key_mask.is_present || is_bool(key_mask), "key_mask must be a bool tensor");
+  check_that((p->query_documents == nullptr) == (p->key_documents == nullptr) ||
+                 (*sizes)['K'] * (*sizes)['Q'] == 0,
+             "query_documents and key_documents must be set together");
+  const auto* const bounds = reinterpret_cast<const int64_t*>(p->bounds);
+  const bool is_readable = bounds != nullptr && call_device.type == kDLCpu;
+  for (int64_t i = 0; is_readable && i < 8 * sizes->at('B'); ++i) {
+    check_within(bounds[i], "bounds", -2 * kUnlimited, 2 * kUnlimited);
   }
   if (dense.is_present) {
     read_summary(dense, view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense_summary")), &p->dense);
   }
 }
 
-// Reads the sizes, addresses and row strides of query, key and value.
+// Where keys are, unless they are all rows of `key`: its first seqlen_k rows, or pages, which are
+// the first dimension of key and value.
+struct KeyRows {
+  int64_t seqlen_k = -1;
+  bool paged = false;
+};
+
+// Returns the sizes of query, key and value in *sizes. Returns false if they do not fit together.
+bool operands_fit(const TensorView& query, const TensorView& key, const TensorView& value,
+                  const KeyRows& rows, Sizes* sizes) {
+  if (query.ndim != 4 || key.ndim != 4 || value.ndim != 4 || !query.is_float()) return false;
+  Sizes& s = *sizes;
+  s.set("BHQD", query);
+  s.set("NHTD", query);
+  s.set("PGSV", value);
+  s.dtype = query.dtype();
+  if (!rows.paged) s['P'] = s['B'];
+  s['K'] = rows.seqlen_k < 0 ? s['S'] : rows.seqlen_k;
+  return key.is_float() && value.is_float() && key.dtype() == s.dtype && value.dtype() == s.dtype &&
+         Rule("PGSD").fits(key, s) && Rule("PGSV").fits(value, s) &&
+         (s['H'] == s['G'] || (s['G'] > 0 && s['H'] % s['G'] == 0)) && s['Q'] < kUnlimited &&
+         s['S'] < kUnlimited && (rows.paged || s['K'] <= s['S']) && contiguous_from(query, 3) &&
+         contiguous_from(key, 3) && contiguous_from(value, 3);
+}
+
+// Reads the sizes, addresses and row strides of query, key and value, which fit together.
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
-                   AttentionParams* p) {
-  for (const TensorView* view : {&query, &key, &value}) {
-    if (!view->is_float()) {
-      throw std::invalid_argument("query, key and value must be float tensors");
-    }
-    if (view->data == nullptr && view->numel() > 0) {
-      throw std::invalid_argument("query, key and value must have storage");
-    }
-  }
-  check_dense(query, "query", 3);
-  check_dense(key, "key", 3);
-  check_dense(value, "value", 3);
+                   const Sizes& sizes, AttentionParams* p) {
   p->dtype = query.dtype();
   p->batch = query.shape[0];
   p->num_heads = query.shape[1];
   p->num_heads_kv = key.shape[1];
   p->seqlen_q = p->total_q = query.shape[2];
-  p->seqlen_k = key.shape[2];
+  p->seqlen_k = sizes.at('K');
   p->head_dim = query.shape[3];
   p->head_dim_v = value.shape[3];
   p->query = query.data;
@@ -305,12 +368,28 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
   }
 }
 
-// Reads cu_seqlens and the maximum lengths of packed sequences. Returns false if the MaskSpec has
-// none.
-bool read_packing(const py::handle& spec, AttentionParams* p) {
+// Throws std::invalid_argument unless cu_seqlens divides `total` rows into sequences of at most
+// max_seqlen rows. Does not read the values on a GPU.
+void check_cu_seqlens(const TensorView& view, const char* name, int64_t max_seqlen, int64_t total) {
+  if (view.device.type != kDLCpu) return;
+  const int64_t *const ends = static_cast<const int64_t*>(view.data), batch = view.shape[0] - 1;
+  check_within(ends[0], name, 0, 0);
+  for (int64_t b = 0; b < batch; ++b) {
+    check_within(ends[b + 1], name, ends[b], std::min(ends[b] + max_seqlen, total));
+  }
+  check_within(ends[batch], name, total, total);
+}
+
+// Reads cu_seqlens and the maximum lengths of packed sequences, if the MaskSpec has them.
+void read_packing(const py::handle& spec, Sizes* sizes, AttentionParams* p) {
   const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
-  if (!ends_q.is_present) return false;
+  if (!ends_q.is_present) return;
   const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
+  check_that(ends_q.ndim == 1 && ends_q.shape[0] > 0 && (*sizes)['N'] == 1,
+             "packed sequences must have one batch and cu_seqlens of shape (batch + 1,)");
+  sizes->set("A", ends_q);
+  check_rule<int64_t>(ends_q, "cu_seqlens_q", "!A", *sizes);
+  check_rule<int64_t>(ends_k, "cu_seqlens_k", "!A", *sizes);
   check_dense(ends_q, "cu_seqlens_q", 0);
   check_dense(ends_k, "cu_seqlens_k", 0);
   p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
@@ -318,7 +397,13 @@ bool read_packing(const py::handle& spec, AttentionParams* p) {
   p->batch = ends_q.shape[0] - 1;
   p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
   p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
-  return true;
+  check_within(p->seqlen_q, "max_seqlen_q", 0, kUnlimited - 1);
+  check_within(p->seqlen_k, "max_seqlen_k", 0, kUnlimited - 1);
+  check_cu_seqlens(ends_q, "cu_seqlens_q", p->seqlen_q, (*sizes)['T']);
+  check_cu_seqlens(ends_k, "cu_seqlens_k", p->seqlen_k, (*sizes)['S']);
+  (*sizes)['B'] = p->batch;
+  (*sizes)['Q'] = p->seqlen_q;
+  (*sizes)['K'] = p->seqlen_k;
 }
 
 // ---- options ------------------------------------------------------------------------------------
@@ -376,10 +461,11 @@ void read_offsets(const py::handle& options, NormParams* p) {
 // set_no_mask(); the reference is never released.
 inline PyObject* no_mask = nullptr;
 
-// Reads an attention call except for its dropout seed. The caller has already viewed the tensors.
+// Reads an attention call except for its dropout seed. The caller has already viewed the tensors,
+// and operands_fit() has set the sizes.
 void read_call(const py::handle& call, const TensorView& query, const TensorView& key,
-               const TensorView& value, AttentionParams* p) {
-  read_operands(query, key, value, p);
+               const TensorView& value, Sizes* sizes, AttentionParams* p) {
+  read_operands(query, key, value, *sizes, p);
   const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
   read_options(options, p);
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
@@ -387,53 +473,80 @@ void read_call(const py::handle& call, const TensorView& query, const TensorView
     p->mask.band_lo = -kUnlimited;
     p->mask.band_hi = kUnlimited;
   } else {
-    read_mask(spec, &p->mask);
-    read_packing(spec, p);
+    read_packing(spec, sizes, p);
+    (*sizes)['W'] = (p->seqlen_k + 63) / 64;
+    read_mask(spec, sizes, &p->mask);
   }
   if (p->dropout_p > 0) read_offsets(options, p);
+  sizes->out_dtype = p->partial ? statistics_of(p->dtype) : p->dtype;
 }
-void read_call(const py::handle& call, AttentionParams* p) {
-  read_call(call, view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
-            view_of(FUSED_ATTN_ATTRIBUTE(call, "key")),
-            view_of(FUSED_ATTN_ATTRIBUTE(call, "value")), p);
+Sizes read_call(const py::handle& call, AttentionParams* p, const KeyRows& rows = {}) {
+  const TensorView query = view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
+                   key = view_of(FUSED_ATTN_ATTRIBUTE(call, "key")),
+                   value = view_of(FUSED_ATTN_ATTRIBUTE(call, "value"));
+  Sizes sizes;
+  check_that(operands_fit(query, key, value, rows, &sizes),
+             "query, key and value must be float tensors whose shapes and layouts fit");
+  read_call(call, query, key, value, &sizes, p);
+  return sizes;
 }
-void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
-void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
+Sizes read_call(const py::handle& call, AttentionBwdParams* p) { return read_call(call, &p->fwd); }
+Sizes read_call(const py::handle& call, AttentionWeightsParams* p) {
+  return read_call(call, &p->fwd);
+}
 
 // Reads a NormCall except for its dropout seed.
-void read_call(const py::handle& call, NormParams* p) {
+Sizes read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
+  check_that(input.ndim > 0 && input.is_float(), "input must be a float tensor with rows");
   p->dtype = input.dtype();
   p->columns = input.shape[input.ndim - 1];
   p->rows = input.numel() / std::max<int64_t>(p->columns, 1);
   read_matrix(input, "input", &p->input, &p->input_rows);
-  read_matrix(view_of(FUSED_ATTN_ATTRIBUTE(call, "residual")), "residual", &p->residual,
-              &p->residual_rows);
-  p->weight = view_of(FUSED_ATTN_ATTRIBUTE(call, "weight")).data;
-  p->bias = view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")).data;
+  Sizes sizes;
+  sizes.dtype = p->dtype;
+  sizes['R'] = p->rows;
+  sizes['C'] = p->columns;
+  const TensorView residual = view_of(FUSED_ATTN_ATTRIBUTE(call, "residual"));
+  check_rule<void>(residual, "residual", "x:*RC", sizes);
+  check_that(!residual.is_present ||
+                 (residual.ndim > 0 && residual.shape[residual.ndim - 1] == p->columns),
+             "residual must have the shape of input");
+  read_matrix(residual, "residual", &p->residual, &p->residual_rows);
+  const auto read_parameter = [&](const TensorView& view, const char* name, const void** data) {
+    if (!view.is_present) return;
+    check_rule<void>(view, name, "s:C", sizes);
+    check_dense(view, name, 0);
+    *data = view.data;
+  };
+  read_parameter(view_of(FUSED_ATTN_ATTRIBUTE(call, "weight")), "weight", &p->weight);
+  read_parameter(view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")), "bias", &p->bias);
   const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
   read_options(options, p);
   read_offsets(options, p);
+  return sizes;
 }
 
-[[maybe_unused]] void read_call(const py::handle& call, NormBwdParams* p) {
-  read_call(call, &p->fwd);
+[[maybe_unused]] Sizes read_call(const py::handle& call, NormBwdParams* p) {
+  return read_call(call, &p->fwd);
 }
 
 // Returns the field names that the bindings read from calls, as listed in fields/*.inc. Python
 // checks that its own list is the same.
 py::list field_names() {
   py::list names;
+#define DERIVED(type, name) names.append(#name);
+#define SIZE(name, letter) names.append(#name);
 #define FIELD(type, name) names.append(#name);
-#define POINTER(type, name) names.append(#name);
-#define ROWS(type, name) names.append(#name);
-#define MATRIX(type, name) names.append(#name);
+#define POINTER(type, name, rule) names.append(#name);
+#define ROWS(type, name, rule) names.append(#name);
+#define MATRIX(type, name, rule) names.append(#name);
 #define SIZES(name) names.append(#name);
-#define BROADCAST(name) \
-  names.append(#name);  \
+#define BROADCAST(name, rule) \
+  names.append(#name);        \
   names.append(#name "_summary");
-#define BY_SEQUENCE(type, name) names.append(#name);
-#define BY_HEAD(type, name) names.append(#name);
+#define BY_SEQUENCE(type, name, rule) names.append(#name);
+#define BY_HEAD(type, name, rule) names.append(#name);
   // clang-format off: the order matters
 #include "fields/attention.inc"
 #include "fields/attention_options.inc"

@@ -1,6 +1,7 @@
 // Allocates the result tensors of the CPU passes.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -41,11 +42,6 @@ NumberType type_of(DType dtype) {
                                      : uint8_t{16}};
 }
 
-// Returns the dtype of lse, mean and rstd, in which parameter gradients are also accumulated.
-DType statistics_of(DType dtype) {
-  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
 py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int ndim,
                                NumberType type) {
   py::tuple sizes(ndim), steps(ndim);
@@ -72,14 +68,16 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
     bool pooled;
   };
   auto managed = std::make_unique<Managed>();
-  int64_t numel = 1;
+  int64_t bytes = type.bits / 8;
   for (int i = 0; i < ndim; ++i) {
     managed->shape[i] = shape[i];
     managed->strides[i] = strides[i];
-    numel *= shape[i];
+    if (shape[i] < 0) throw std::invalid_argument("sizes of tensors must not be negative");
+    if (__builtin_mul_overflow(bytes, shape[i], &bytes)) throw std::bad_alloc();
   }
   constexpr int64_t kAlignment = 64;
-  const int64_t size = (numel * type.bits / 8 + kAlignment) / kAlignment * kAlignment;
+  if (bytes > INT64_MAX / 2) throw std::bad_alloc();
+  const int64_t size = (bytes + kAlignment) / kAlignment * kAlignment;
   managed->pooled = size >= kPooledFrom;
   void* const data =
       managed->pooled ? acquire_workspace(size) : std::aligned_alloc(kAlignment, size);
@@ -106,14 +104,24 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
-  if (ndim > TensorView::kMaxDims) {
+  if (ndim > TensorView::kMaxDims || strides.size() != shape.size()) {
     throw std::invalid_argument("tensors must have at most " +
-                                std::to_string(TensorView::kMaxDims) + " dimensions");
+                                std::to_string(TensorView::kMaxDims) +
+                                " dimensions, and a stride for each");
   }
+  int64_t numel = 1, end = 1;
   for (int i = 0; i < ndim; ++i) {
     sizes[i] = py::cast<int64_t>(shape[i]);
     steps[i] = py::cast<int64_t>(strides[i]);
+    int64_t last = 0;
+    if (sizes[i] < 0 || steps[i] < 0 || __builtin_mul_overflow(numel, sizes[i], &numel) ||
+        __builtin_mul_overflow(sizes[i] - 1, steps[i], &last) ||
+        __builtin_add_overflow(end, last, &end)) {
+      throw std::invalid_argument("sizes and strides must be at least 0 and below 2^63 in all");
+    }
   }
+  if (numel > 0 && end > numel) throw std::invalid_argument("strides must be dense");
+  check_within(dtype, "dtype", -2, 3);
   return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
 }
 
@@ -131,14 +139,11 @@ py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) 
 }
 
 // Views a dense CPU tensor of a floating-point dtype. Returns false for other tensors, and for
-// tensors with a lazy negation. The caller has checked that the object is a torch.Tensor, not a
-// subclass.
+// tensors with a lazy negation.
 bool float_view(const py::handle& tensor, TensorView* view) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
-  const auto negated =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), is_neg));
-  if (!negated) throw py::error_already_set();
-  if (negated.ptr() == Py_True) return false;
+  check_tensor(tensor);
+  if (call_method(tensor, is_neg).ptr() == Py_True) return false;
   if (exchange_api == nullptr) {
     if (py::cast<bool>(tensor.attr("is_nested")) || py::cast<bool>(tensor.attr("is_sparse"))) {
       return false;
@@ -150,11 +155,12 @@ bool float_view(const py::handle& tensor, TensorView* view) {
       PyErr_Clear();
       return false;
     }
-    if (raw.ndim > TensorView::kMaxDims) return false;
+    if (raw.ndim > TensorView::kMaxDims || raw.bits < 8 || raw.lanes != 1) return false;
     *view = view_of(raw);
   }
-  return view->device.type == kDLCpu && view->is_float() &&
-         (view->data != nullptr || view->numel() == 0);
+  if (view->device.type != kDLCpu || !view->is_float()) return false;
+  hold_storage(tensor, *view);
+  return true;
 }
 
 }  // namespace

@@ -93,6 +93,7 @@ class NormReader {
     for (int i = first(); i < input.ndim; ++i) p->columns *= input.shape[i];
     p->dtype = input.dtype();
     p->rows = input.numel() / p->columns;
+    check_within(num_threads, "num_threads", 0, kUnlimited);
     p->num_threads = num_threads;
     const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
     read_options(options, p);

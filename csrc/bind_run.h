@@ -69,7 +69,9 @@ void read_seed(const py::handle& call, Params* p) {
   const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
   py::object seed = FUSED_ATTN_ATTRIBUTE(options, "seed");
   if (seed.is_none()) seed = FUSED_ATTN_ATTRIBUTE(call, "draw_seed")();
-  p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
+  const TensorView view = view_of(seed);
+  check_rule<int64_t>(view, "seed", "*1", {});
+  p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view.data));
 }
 
 // Reads the fields that only the CPU kernels use. Called after read_call.

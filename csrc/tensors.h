@@ -10,6 +10,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "params.h"
 
@@ -58,8 +59,13 @@ inline thread_local Device call_device;
 // DLPack exchange API of torch. Null if torch does not export it or its use is disabled.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
+// torch.Tensor. Null until set_exchange_api(); the reference is never released.
+inline PyTypeObject* tensor_type = nullptr;
+
 // Registers torch.Tensor.__dlpack_c_exchange_api__. None disables the C API.
 void set_exchange_api(const py::object& capsule) {
+  const py::object type = py::module_::import("torch").attr("Tensor");
+  if (tensor_type == nullptr) tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
   exchange_api = nullptr;
   if (capsule.is_none()) return;
   auto* api = static_cast<const DLPackExchangeAPI*>(
@@ -67,6 +73,26 @@ void set_exchange_api(const py::object& capsule) {
   if (api == nullptr) throw py::error_already_set();
   if (api->major == 1 && api->dltensor_from_py_object != nullptr) exchange_api = api;
 }
+
+// Keeps the tensors of a call and their storages alive until its kernel has run, although other
+// threads may replace them. Each function of the module has one, as its call guard.
+class CallScope {
+ public:
+  CallScope() : begin_(held_.size()) {}
+  CallScope(const CallScope&) = delete;
+  CallScope& operator=(const CallScope&) = delete;
+  ~CallScope() {
+    while (held_.size() > begin_) {
+      const py::object last = std::move(held_.back());
+      held_.pop_back();
+    }
+  }
+  static void hold(py::object object) { held_.push_back(std::move(object)); }
+
+ private:
+  inline static thread_local std::vector<py::object> held_;
+  const size_t begin_;
+};
 
 // Reads a Python attribute. The attribute name is interned once per call site.
 #define FUSED_ATTN_ATTRIBUTE(owner, name)                               \
@@ -112,6 +138,13 @@ void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorVi
     throw std::invalid_argument("tensors must have at most " +
                                 std::to_string(TensorView::kMaxDims) + " dimensions");
   }
+  int64_t numel = 1;  // of dimensions that are not empty
+  for (int i = 0; i < ndim; ++i) {
+    const int64_t size = shape[i] > 1 ? shape[i] : 1;
+    if (shape[i] < 0 || __builtin_mul_overflow(numel, size, &numel)) {
+      throw std::invalid_argument("tensors must have fewer than 2^63 elements");
+    }
+  }
   view->ndim = ndim;
   std::memcpy(view->shape, shape, ndim * sizeof(int64_t));
   std::memcpy(view->strides, strides, ndim * sizeof(int64_t));
@@ -131,9 +164,11 @@ TensorView view_by_attributes(const py::handle& tensor) {
   }
   copy_shape(sizes, steps, ndim, &view);
   view.bits = static_cast<uint8_t>(8 * py::cast<int>(tensor.attr("element_size")()));
-  const bool is_bfloat = py::str(tensor.attr("dtype")).cast<std::string>() == "torch.bfloat16";
-  const bool is_float = py::cast<bool>(tensor.attr("is_floating_point")());
-  view.code = is_bfloat ? kDLBfloat : is_float ? kDLFloat : kDLInt;
+  const auto dtype = py::str(tensor.attr("dtype")).cast<std::string>();
+  view.code = dtype == "torch.bfloat16"                            ? kDLBfloat
+              : py::cast<bool>(tensor.attr("is_floating_point")()) ? kDLFloat
+              : dtype == "torch.uint8"                             ? kDLUInt
+                                                                   : kDLInt;
   if (py::cast<bool>(tensor.attr("is_cpu"))) {
     view.device = {kDLCpu, 0};
   } else if (py::cast<bool>(tensor.attr("is_cuda"))) {
@@ -157,18 +192,54 @@ TensorView view_on_any_device(const py::handle& tensor) {
   if (exchange_api == nullptr) return view_by_attributes(tensor);
   DLTensor raw;
   if (exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) throw py::error_already_set();
+  if (raw.bits < 8 || raw.lanes != 1) throw std::invalid_argument("elements must have whole bytes");
   return view_of(raw);
 }
 
-// Views a tensor, or None. Throws std::invalid_argument if the tensor is not on call_device,
+py::object call_method(const py::handle& object, PyObject* name) {
+  PyObject* const result = PyObject_CallMethodNoArgs(object.ptr(), name);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// Holds the storage of a tensor until the kernel has run. Throws std::invalid_argument unless the
+// tensor lies within it, because torch does not check tensors when their storage is resized.
+void hold_storage(const py::handle& tensor, const TensorView& view) {
+  static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+  static PyObject* const storage_offset = PyUnicode_InternFromString("storage_offset");
+  if (view.numel() == 0) return;
+  py::object storage = call_method(tensor, untyped_storage);
+  int64_t end = py::cast<int64_t>(call_method(tensor, storage_offset)) + 1;
+  bool overflows = false;
+  for (int i = 0; i < view.ndim; ++i) {
+    int64_t last = 0;
+    overflows |= __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &last) ||
+                 __builtin_add_overflow(end, last, &end);
+  }
+  const auto size = py::cast<int64_t>(call_method(storage, nbytes));
+  if (view.data == nullptr || overflows || end > size / (view.bits / 8)) {
+    throw std::invalid_argument("tensors of a call must have storage, got one of " +
+                                std::to_string(size) + " bytes for a larger tensor");
+  }
+  CallScope::hold(std::move(storage));
+}
+
+void check_tensor(const py::handle& object) {
+  if (PyObject_TypeCheck(object.ptr(), tensor_type)) return;
+  throw py::type_error("expected a tensor, got " + std::string(Py_TYPE(object.ptr())->tp_name));
+}
+
+// Views a tensor, None or null. Throws std::invalid_argument if the tensor is not on call_device,
 // because kernels would access memory that does not exist there.
 TensorView view_of(const py::handle& tensor) {
-  if (tensor.is_none()) return {};
+  if (!tensor || tensor.is_none()) return {};
+  check_tensor(tensor);
   const TensorView view = view_on_any_device(tensor);
-  if (view.data == nullptr && view.numel() > 0) {
-    throw std::invalid_argument("tensors of a call must have storage, got one without");
+  if (view.device.type == call_device.type && view.device.id == call_device.id) {
+    hold_storage(tensor, view);
+    return view;
   }
-  if (view.device.type == call_device.type && view.device.id == call_device.id) return view;
   const auto device = py::str(tensor.attr("device")).cast<std::string>();
   throw std::invalid_argument("all tensors of a call must be on one device, got one on " + device);
 }

@@ -27,8 +27,9 @@ class Arrivals {
 namespace {
 
 inline int clamp_threads(int64_t num_threads, int64_t tasks) {
+  constexpr int64_t kMostThreads = 1024;  // libgomp exits the process if it cannot create threads
   const int64_t most = tasks < num_threads ? tasks : num_threads;
-  return static_cast<int>(most < 1 ? 1 : most);
+  return static_cast<int>(most < 1 ? 1 : most < kMostThreads ? most : kMostThreads);
 }
 
 // Calls body() on each thread of a parallel region that has at most one thread per task. Returns

@@ -33,6 +33,17 @@ from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.tables import WORD
 from fused_attn.ops import decompositions, flops, seeds
 
+
+def _accepted(results: Any) -> Any:
+    """Return the results of a pass, which a backend refuses only if the call is no longer valid."""
+    if results is None:
+        raise ValueError(
+            "the tensors of a validated call no longer fit together: a saved-tensor hook or another"
+            " thread has changed them"
+        )
+    return results
+
+
 # ---- entry points -------------------------------------------------------------------------------
 
 
@@ -47,9 +58,7 @@ def attention_fwd(
         want_lse: compute lse.
     """
     if plain_eager(*call.tensors()):
-        outputs = backend.attention_fwd(call, for_backward, want_lse)
-        assert outputs is not None  # validated calls are not refused
-        return outputs
+        return _accepted(backend.attention_fwd(call, for_backward, want_lse))
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_fwd(call)
     return AttentionOutputs(*OPS.attention_fwd(*call.flat(), for_backward, want_lse, backend.name))
@@ -62,9 +71,7 @@ def attention_bwd(work: AttentionBackward, backend: Backend) -> AttentionGradien
     """
     call, outputs, grad_out, grad_lse, needs_bias = work
     if plain_eager(grad_out, grad_lse, *call.tensors()):
-        grads = backend.attention_bwd(work)
-        assert grads is not None  # the call is in kernel_layout()
-        return grads
+        return _accepted(backend.attention_bwd(work))
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
 
@@ -106,9 +113,7 @@ def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: b
         want_total: compute the sum residual + dropout(input).
     """
     if plain_eager(*call.tensors()):
-        outputs = backend.norm_fwd(call, for_backward, want_total)
-        assert outputs is not None  # validated calls are not refused
-        return outputs
+        return _accepted(backend.norm_fwd(call, for_backward, want_total))
     if torch.onnx.is_in_onnx_export():
         return decompositions.norm_fwd(call)
     return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
@@ -127,9 +132,7 @@ def _norm_gradients(work: NormBackward, backend: Backend) -> NormGradients:
     """Run the kernels, which ignore the negative bit of gradients."""
     grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
-    grads = backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total))
-    assert grads is not None  # mean and rstd are contiguous
-    return grads
+    return _accepted(backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total)))
 
 
 # ---- implementations ----------------------------------------------------------------------------
@@ -139,8 +142,9 @@ def _run_attention_fwd(
     call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
 ) -> Any:
     _check_attention(call)
-    outputs = get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
-    assert outputs is not None  # validated calls are not refused
+    outputs = _accepted(
+        get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
+    )
     if not for_backward and not want_lse:
         # Some backends return lse anyway. Drop it, to match the fake implementation.
         outputs = outputs._replace(lse=None)
@@ -170,8 +174,7 @@ def _run_attention_bwd(
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
     work = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
-    grads = get_backend(backend).attention_bwd(work)
-    assert grads is not None  # the call is in kernel_layout()
+    grads = _accepted(get_backend(backend).attention_bwd(work))
     return grads.without_none()
 
 
@@ -198,8 +201,7 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     if any(t is not None and t.shape != input.shape[-1:] for t in (call.weight, call.bias)):
         raise ValueError("weight and bias must have shape (columns,)")
     _check_dropout(call)
-    outputs = get_backend(backend).norm_fwd(call, True, call.has_total)
-    assert outputs is not None  # validated calls are not refused
+    outputs = _accepted(get_backend(backend).norm_fwd(call, True, call.has_total))
     return outputs.without_none()
 
 

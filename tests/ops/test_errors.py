@@ -14,9 +14,6 @@ from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
-from fused_attn.masks.spec import MaskSpec
 
 Q = torch.randn(2, 4, 5, 8)
 K = torch.randn(2, 4, 7, 8)
@@ -383,10 +380,9 @@ def test_torch_itself_refuses_gradients_of_a_bool_mask():
 
 def test_unknown_field_is_an_error():
     """The C++ binding refuses fields that it does not know."""
-    x = torch.randn(1, 1, 4, 8)
-    call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
+    x, summary = torch.randn(1, 1, 4, 8), torch.empty(1, 1, 1, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="the kernels do not read the fields no_such_field"):
-        _cpu.attention_weights(call, no_such_field=1)
+        _cpu.tile_summary(tensor=x, summary=summary, no_such_field=1)
 
 
 def test_unknown_field_of_a_call_is_an_error():

@@ -1,0 +1,87 @@
+"""Hostile arguments give a right result or an exception, never a crash (docs/security.md)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import fused_attn.functional as F
+from fused_attn.backends.cpp import _cpu
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
+from fused_attn.masks.spec import NO_MASK, MaskSpec
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def resized(size: int, offset: int) -> torch.Tensor:
+    """Return a tensor whose storage has been resized to `size` bytes."""
+    tensor = torch.randn(offset + 2 * 2 * 5 * 16)[offset:].view(2, 2, 5, 16)
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+def direct(spec: MaskSpec = NO_MASK, query: torch.Tensor | None = None) -> torch.Tensor:
+    query = torch.randn(2, 2, 5, 16) if query is None else query
+    return _cpu.attention_fwd(
+        AttentionCall(query, query, query, spec, AttentionOptions(0.2)), False, False, 1
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "table", "message"),
+    [
+        ("bias", torch.zeros(2, 2, 5, 6), "bias must have shape"),
+        ("dense", torch.ones(2, 3, 5, 5) > 0, "dense must have shape"),
+        ("key_mask", torch.ones(2, 1, 5, 5) > 0, "key_mask must have shape"),
+        ("bounds", torch.zeros(1, 8, dtype=torch.int64), "bounds must have shape"),
+        ("bounds", torch.full((2, 8), 1 << 62), "bounds must be in"),
+        ("intervals", torch.zeros(2, 2, 4, 2, dtype=torch.int64), "intervals must have shape"),
+        ("bits", torch.zeros(2, 2, 5, 2, dtype=torch.int64), "bits must have shape"),
+        ("slopes", torch.zeros(2, 1), "slopes must have shape"),
+        ("query_documents", torch.zeros(2, 5, dtype=torch.int64), "must be set together"),
+        ("cu_seqlens_q", ints(0, 5), "packed sequences must have one batch"),
+    ],
+)
+def test_rules_of_tables(field, table, message):
+    """A table that a kernel would read past its end is refused by the binding itself."""
+    with pytest.raises(ValueError, match=message):
+        direct(MaskSpec(**{field: table}))
+
+
+@pytest.mark.parametrize("ends", [(0, 9, 5), (0, -1, 5), (1, 2, 5), (0, 2, 4), (0, 5, 1 << 40)])
+def test_values_of_cu_seqlens(ends):
+    spec = MaskSpec(
+        cu_seqlens_q=ints(*ends), cu_seqlens_k=ints(0, 2, 5), max_seqlen_q=3, max_seqlen_k=3
+    )
+    with pytest.raises(ValueError, match="cu_seqlens_q must be in"):
+        direct(spec, torch.randn(1, 2, 5, 16))
+
+
+@pytest.mark.parametrize(("size", "offset"), [(0, 0), (0, 5), (8, 0), (1280, 5)])
+def test_resized_storage(size, offset):
+    for call in (direct, lambda query: F.layer_norm(query, 16)):
+        with pytest.raises(ValueError, match="must have storage"):
+            call(query=resized(size, offset))
+
+
+def test_tensors_that_another_thread_replaces():
+    """The binding holds the storage of a tensor that `set_` or `.data =` takes from it."""
+    x, stop = torch.randn(4, 4, 512, 32), threading.Event()
+    want = F.scaled_dot_product_attention(x, x, x)
+
+    def replace() -> None:
+        while not stop.is_set():
+            x.data = x.data.clone()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        assert all(torch.equal(F.scaled_dot_product_attention(x, x, x), want) for _ in range(20))
+    finally:
+        stop.set()
+        thread.join()

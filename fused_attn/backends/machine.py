@@ -1,4 +1,4 @@
-"""What this machine has: packages, and GPUs with their compute capability."""
+"""Packages and GPUs of this machine: versions and compute capabilities."""
 
 from __future__ import annotations
 

@@ -188,8 +188,9 @@ class AttentionCheck(Check):
         if self.result == "weights":
             if self.bias or self.packed or self.softcap is not None:
                 raise ValueError("result='weights' supports only masks and dropout")
-            dropping = {"attn_mask": mask, "average": True, "dropout_p": self.dropout_p}
-            return functools.partial(attention_with_weights, **dropping)
+            return functools.partial(
+                attention_with_weights, attn_mask=mask, average=True, dropout_p=self.dropout_p
+            )
         options: dict[str, Any] = {
             "dropout_p": self.dropout_p,
             "softcap": self.softcap,

@@ -154,6 +154,26 @@ def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
     assert all(row.limit < 1e-5 for row in report.rows if row.kind == "output")
 
 
+def test_complex_buffers_stay_complex(monkeypatch):
+    """All runs keep complex buffers, also the float32 runs that estimate the error of eager."""
+
+    class Rotation(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(16, dtype=torch.bfloat16)
+            self.register_buffer("rotation", torch.ones(16, dtype=torch.complex64))
+
+        def forward(self, x):
+            assert self.rotation.is_complex()
+            return self.norm(x)
+
+    exact = functional.layer_norm
+    monkeypatch.setattr(
+        functional, "layer_norm", lambda *args, **kwargs: 1.1 * exact(*args, **kwargs)
+    )
+    assert not compare(Rotation(), torch.randn(4, 16, dtype=torch.bfloat16)).ok
+
+
 def test_nan_is_above_the_limit(monkeypatch):
     exact = functional.layer_norm
 

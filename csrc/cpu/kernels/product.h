@@ -25,7 +25,7 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   for (int64_t r = 0; r < rows_to; ++r) {
     const int64_t from_src = r < rows ? dim : 0;
     T* const row = dst + r * dim_to;
-    memcpy(row, src + r * stride, from_src * sizeof(T));
+    if (from_src > 0) memcpy(row, src + r * stride, from_src * sizeof(T));  // src may be null
     memset(row + from_src, 0, (dim_to - from_src) * sizeof(T));
   }
 }

@@ -24,7 +24,10 @@ bool contiguous_from(const TensorView& view, int first_dim) {
   return true;
 }
 
-bool is_bool(const TensorView& view) { return view.code != kDLFloat && view.bits == 8; }
+bool is_bool(const TensorView& view) {
+  constexpr int kDLBool = 6;
+  return view.bits == 8 && (view.code <= kDLUInt || view.code == kDLBool);
+}
 
 // Returns the size of a dimension of a mask's summary.
 int64_t summary_size(const TensorView& mask, int dim) {

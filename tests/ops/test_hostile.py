@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
+import hostile_calls
 import pytest
 import torch
+from hostile_calls import ints, resized
 
 import fused_attn.functional as F
 from fused_attn.backends.cpp import _cpu
@@ -14,15 +18,16 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import NO_MASK, MaskSpec
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values)
-
-
-def resized(size: int, offset: int) -> torch.Tensor:
-    """Return a tensor whose storage has been resized to `size` bytes."""
-    tensor = torch.randn(offset + 2 * 2 * 5 * 16)[offset:].view(2, 2, 5, 16)
-    tensor.untyped_storage().resize_(size)
-    return tensor
+@pytest.mark.parametrize("part", range(2))
+def test_hostile_calls(part):
+    """Thousands of calls, in processes of their own: the last line names a call that crashed."""
+    groups = [*hostile_calls.public(), *hostile_calls.bindings()][part::2]
+    command = [sys.executable, "-X", "faulthandler", hostile_calls.__file__, *groups]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"{lines[-1:]} ended the process: {done.stderr[-3000:]}"
+    assert [line for line in lines if "WRONG: " in line] == []
+    assert int(lines[-1].removeprefix("calls ")) >= 1000
 
 
 def direct(spec: MaskSpec = NO_MASK, query: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,7 +71,7 @@ def test_values_of_cu_seqlens(ends):
 def test_resized_storage(size, offset):
     for call in (direct, lambda query: F.layer_norm(query, 16)):
         with pytest.raises(ValueError, match="must have storage"):
-            call(query=resized(size, offset))
+            call(query=resized(torch.randn(2, 2, 5, 16), size, offset))
 
 
 def test_tensors_that_another_thread_replaces():

@@ -1,8 +1,9 @@
 #include "cpu/workspace_pool.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <mutex>
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -42,7 +43,13 @@ struct Pool {
 
 // Never destroyed, because threads may still run while the process exits.
 Pool& pool() {
-  static Pool* const instance = new Pool;
+  static Pool* const instance = [] {
+    // A thread that holds the mutex during a fork does not exist in the child, which would wait
+    // for it forever.
+    const auto unlock = [] { pool().mutex.unlock(); };
+    pthread_atfork([] { pool().mutex.lock(); }, unlock, unlock);
+    return new Pool;
+  }();
   return *instance;
 }
 

@@ -20,7 +20,7 @@ NO_INSTALL = { echo "make: pip install failed (see above). If the package index 
 	network or set PIP_INDEX_URL to a mirror." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	fuzz mutants clang-test x86-test sanitize arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	fuzz mutants soak clang-test x86-test sanitize arm-test arm-report lint format wheel environments hub sdist-check bench bench-rivals bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -176,6 +176,9 @@ fuzz: env emulator ## search random calls for results outside the numerics contr
 MUTANTS ?= cpu masks triton cuda
 mutants: env ## run the tests on copies of the kernels and masks with a mistake: benchmarks/results/mutants.json
 	@for source in $(MUTANTS); do PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/mutants.py --source $$source || exit 1; done
+
+soak: env ## run random calls on 8 threads for MINUTES; fail if memory grows, bits differ or a call hangs
+	PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 # This takes half an hour on two cores. TYPES=bert,llama restricts it to these model types. Commit the
 # results.

@@ -153,15 +153,20 @@ def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
     if "value" not in tensors or 0 in [t.numel() for t in tensors.values()]:
         return {}
     query, key, value = (tensors[n] for n in QKV)
+    largest = value.double().abs().sum(-1).max()
     roundoff = 2.0**-53 if case["dtype"] == "float64" else 2.0**-24
     scale = abs(case["options"]["scale"] or query.shape[-1] ** -0.5)
     keep = 1.0 - case["options"].get("dropout_p", 0.0)
-    terms = ROUNDINGS * roundoff / keep * value.double().abs().sum(-1).max()
+    terms = ROUNDINGS * roundoff / keep * largest
     factors = {"grad_query": scale * key.abs().max(), "grad_key": scale * query.abs().max()}
     if "bias" in tensors:  # its gradient is a sum over the dimensions that it is broadcast to
         rows = query[..., 0].numel() * key.shape[-2] / tensors["bias"].numel()
         factors["grad_bias"] = torch.tensor(rows).sqrt()
-    return {n: min((terms * t).item(), sys.float_info.max) for n, t in factors.items()}
+    slack = {n: terms * t for n, t in factors.items()}
+    if "sinks" in tensors:  # also eager attention multiplies grad_out by the rounded out
+        rows = query[..., 0].numel() / tensors["sinks"].numel()
+        slack["grad_sinks"] = torch.finfo(getattr(torch, case["dtype"])).eps * rows**0.5 * largest
+    return {n: min(t.item(), sys.float_info.max) for n, t in slack.items()}
 
 
 # ---- attention, varlen, decode ------------------------------------------------------------------

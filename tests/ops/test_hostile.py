@@ -18,6 +18,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import NO_MASK, MaskSpec
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(2))
 def test_hostile_calls(part):
     """Thousands of calls, in processes of their own: the last line names a call that crashed."""

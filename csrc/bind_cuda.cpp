@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_fields.h"
+#include "bind_calls.h"
 #include "cuda/api.h"
 #include "cuda/gpu_params.h"
 #include "cuda/launch_records.h"

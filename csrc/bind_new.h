@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "bind_fields.h"
+#include "bind_calls.h"
 #include "cpu/workspace_pool.h"
 
 namespace fused_attn {

@@ -29,7 +29,8 @@ def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> T
     out = function(padded, ignored)
     rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
     if nested.layout == torch.jagged and nested.is_contiguous():
+        offsets = nested.offsets()  # type: ignore[attr-defined]
         return torch.nested.nested_tensor_from_jagged(
-            torch.cat(rows), nested.offsets(), min_seqlen=min(lengths), max_seqlen=max(lengths)
+            torch.cat(rows), offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
         )
     return torch.nested.as_nested_tensor(rows, layout=nested.layout)

@@ -168,7 +168,7 @@ def lower(problem: dict[str, Any]) -> Lowering:
     from fused_attn.masks.intervals import BlockLists
 
     found = Lowering()
-    count = 1 + problem["variant"].trains
+    count = 1 + any(t is not None and t["requires_grad"] for t in problem["tensors"])
 
     def keep(self: GraphLowering, wrapper_code: Any) -> Any:
         found.code.append(wrapper_code.value)

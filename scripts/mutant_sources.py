@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {
-    "cpu": ["csrc/cpu/kernels/*.h", "csrc/block_ranges.h", "csrc/bind_fields.h"],
+    "cpu": ["csrc/cpu/kernels/*.h", "csrc/block_ranges.h", "csrc/bind_[cf]*.h"],
     "cuda": ["csrc/cuda/[!i]*.cuh"],  # without intrinsics.cuh, which the emulator replaces
     "triton": ["fused_attn/backends/triton/*.py"],
     "masks": ["fused_attn/masks/*.py", "fused_attn/call/validation.py", "fused_attn/decode.py"],

@@ -154,10 +154,9 @@ class MaskSpec(Flat):
     def own_memo(self) -> Memo:
         """Return the cache of values derived from this spec; copies of the spec have their own."""
         if self.memo is None:
-            memo: Memo = {}
             if is_compiling():
-                return memo
-            self.memo = memo
+                return {}
+            self.memo = {}
         return self.memo
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
@@ -229,9 +228,7 @@ def spec_of(
         return spec if spec.bias is None or bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
         return None
-    if attn_mask.device != query.device or attn_mask.is_neg():
-        return None
-    if not savable(attn_mask):
+    if attn_mask.device != query.device or attn_mask.is_neg() or not savable(attn_mask):
         return None
     try:
         attn_mask = _as_4d("attn_mask", attn_mask, shape)

@@ -257,9 +257,6 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
     for tensor in mask.dense_masks:
         tensor = _as_4d("attn_mask", tensor, shape)
         (key_masks if tensor.shape[2] == 1 else dense_masks).append(tensor)
-    for tensor in mask.biases:
-        if tensor.dtype not in (*_BIAS_TYPES, torch.float64):
-            raise TypeError(f"attn_mask must be bool or float of 16 to 64 bits, got {tensor.dtype}")
     biases = [_as_4d("attn_mask", tensor, shape) for tensor in mask.biases]
     if len(biases) > 1:  # a sum of 16-bit biases would be rounded
         biases = [b.to(statistics_dtype(b.dtype)) for b in biases]

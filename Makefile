@@ -171,8 +171,8 @@ fuzz: env emulator ## search random calls for results outside the numerics contr
 	TRITON_INTERPRET=1 $(FUZZ) --backend triton || failed=1; \
 	exit $$failed
 
-# Hours: each mutant takes the tests that reach it, a minute at most, and the emulator is compiled for its
-# mutants. A stopped run continues. MUTANTS=masks, 40 minutes, runs the mutants of one source.
+# Hours: each mutant takes the tests that reach it, and the emulator is compiled for its mutants. A stopped
+# run continues. MUTANTS=masks runs the mutants of one source.
 MUTANTS ?= cpu masks triton cuda
 mutants: env ## run the tests on copies of the kernels and masks with a mistake: benchmarks/results/mutants.json
 	@for source in $(MUTANTS); do PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/mutants.py --source $$source || exit 1; done

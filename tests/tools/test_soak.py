@@ -11,6 +11,8 @@ import soak_calls
 import torch
 from helpers import use_threads
 
+import fused_attn
+
 HANGS = """
 import time, soak, soak_calls
 soak.STUCK, soak.PROCESSES = 2, {}
@@ -23,7 +25,7 @@ soak.main(["--minutes", "1"])
 def test_short_run(monkeypatch):
     monkeypatch.setattr(soak, "GROWTH", float("inf"))  # the time is too short to see it
     run = soak.Soak(3, 0)
-    with use_threads(2):
+    with use_threads(2), fused_attn.enabled():  # as in the processes that repeat calls
         run.run(0.1)
         for process in soak.PROCESSES.values():
             process(run, soak.Draw(0))

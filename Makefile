@@ -177,8 +177,9 @@ MUTANTS ?= cpu masks triton cuda
 mutants: env ## run the tests on copies of the kernels and masks with a mistake: benchmarks/results/mutants.json
 	@for source in $(MUTANTS); do PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/mutants.py --source $$source || exit 1; done
 
+# Threads of torch that wait actively would take the cores from those that compute.
 soak: env ## run random calls on 8 threads for MINUTES; fail if memory grows, bits differ or a call hangs
-	PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/soak.py --minutes $(MINUTES)
+	OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 # This takes half an hour on two cores. TYPES=bert,llama restricts it to these model types. Commit the
 # results.

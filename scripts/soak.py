@@ -157,6 +157,7 @@ def interrupt(soak: Soak, r: Draw) -> None:
 
 def answer(calls: list[list]) -> None:
     """Print the digests of calls, first and after each Ctrl-C; make other calls meanwhile."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     while True:
         print(json.dumps([digest(tuple(call)) for call in calls]), flush=True)
         with contextlib.suppress(KeyboardInterrupt):

@@ -96,11 +96,12 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     model_class, notes = transformers.AutoModel, []
+    only_data = {"local_files_only": True, "trust_remote_code": False}  # else it would ask
     if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        model = model_class.from_pretrained(folder, local_files_only=True)
+        model = model_class.from_pretrained(folder, **only_data)
     else:
         notes.append(f"{folder} contains no weights: random weights are used")
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, **only_data)
         model = model_class.from_config(config)
     model.config.use_cache = False  # a returned cache would be compared as an output
     inputs = copied(hugging_face_inputs(model, batch, seqlen), model.dtype)

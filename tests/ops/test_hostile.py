@@ -12,6 +12,7 @@ import torch
 from hostile_calls import ints, resized
 
 import fused_attn.functional as F
+from fused_attn.backends import cuda
 from fused_attn.backends.cpp import _cpu
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
@@ -19,10 +20,14 @@ from fused_attn.masks.spec import NO_MASK, MaskSpec
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("part", range(2))
-def test_hostile_calls(part):
-    """Thousands of calls, in processes of their own: the last line names a call that crashed."""
+@pytest.mark.parametrize(("backend", "part"), [("cpp", 0), ("cpp", 1), ("cuda", 0)])
+def test_hostile_calls(backend, part):
+    """Thousands of calls, in a process of their own: the last line names a call that crashed."""
+    if backend == "cuda" and not cuda.emulated():
+        pytest.skip("reason: CUDA_EMULATED is not set")
     groups = [*hostile_calls.public(), *hostile_calls.bindings()][part::2]
+    if backend == "cuda":
+        groups = [group for group in hostile_calls.bindings() if group.startswith("_cuda")]
     command = [sys.executable, "-X", "faulthandler", hostile_calls.__file__, *groups]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     lines = done.stdout.splitlines()

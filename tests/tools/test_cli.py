@@ -297,6 +297,29 @@ def test_compare_folder(capsys, tmp_path, weights):
         assert any("remove_padding=False" in note for note in json.loads(out)["notes"])
 
 
+class RunsCode:
+    """Object that runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return Path("ran").touch, ()
+
+
+@pytest.mark.parametrize("file", ["config", "weights", "module"])
+def test_compare_runs_no_code_of_a_folder(capsys, tmp_path, monkeypatch, file):
+    monkeypatch.chdir(tmp_path)
+    config = hugging_face_model("Bert").config.to_dict()
+    Path("evil.py").write_text("open('ran', 'w'); from transformers import *")
+    if file == "weights":
+        torch.save({"x": RunsCode()}, "pytorch_model.bin")
+    else:
+        config["auto_map"] = {"AutoConfig": "evil.BertConfig", "AutoModel": "evil.BertModel"}
+        config["model_type"] = "bert" if file == "config" else "evil"
+    Path("config.json").write_text(json.dumps(config))
+    status, _, err = run(capsys, "compare", str(tmp_path), "--keep-padding")
+    assert status == (0 if file == "config" else 2), err  # transformers has a BertModel of its own
+    assert not Path("ran").exists()
+
+
 @pytest.mark.parametrize("kind", ["Bert", "ViT", "T5"])
 def test_inputs_of_hugging_face_models(kind):
     model = hugging_face_model(kind).eval()

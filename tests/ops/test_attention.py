@@ -326,6 +326,31 @@ def test_padded_queries_do_not_matter(dtype, backend):
     assert all(torch.isfinite(t).all() for t in (out, *(leaf.grad for leaf in leaves)))
 
 
+HIDDEN_ROWS = {  # masks in which queries 20 to 39 see no key
+    "bool": torch.arange(70)[:, None].expand(70, 90) // 20 != 1,
+    "float": torch.zeros(70, 1).index_fill(0, torch.arange(20, 40), -torch.inf).expand(70, 90),
+    "documents": masks.documents(torch.arange(70) // 20, torch.arange(90) // 30 * 2),
+    "intervals": masks.from_mask_mod(lambda b, h, i, j: (i < 20) | (i >= 40)),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN_ROWS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_rows_without_visible_keys(kind, dtype, backend):
+    """Their output and gradients are 0, and their lse is -inf."""
+    leaves = leaves_of(random_qkv(1, 2, 2, 70, 90, 16).values(), dtype, backend)
+    mask = HIDDEN_ROWS[kind]
+    mask = mask.to(leaves[0].device) if isinstance(mask, torch.Tensor) else mask
+    out, lse = F.scaled_dot_product_attention(*leaves, mask, return_lse=True, backend=backend)
+    (out.sum() + lse.exp().sum()).backward()
+    hidden = slice(20, 40)
+    assert out[:, :, hidden].eq(0).all() and lse[:, :, hidden].eq(-torch.inf).all()
+    assert leaves[0].grad[:, :, hidden].eq(0).all()
+    assert lse[:, :, :20].isfinite().all() and leaves[0].grad[:, :, :20].any(-1).all()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_with_large_strides(backend):
     """Masks may have element offsets beyond 2**31; most of the tensor's memory is never touched."""

@@ -15,6 +15,7 @@ from fused_attn.backends import problem_of, select
 from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad, plain_eager
+from fused_attn.call import handlers
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.keywords import refuse
 from fused_attn.call.kv_cache import (
@@ -29,7 +30,7 @@ from fused_attn.call.kv_cache import (
 )
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.call.validation import attention_call, check_floats
+from fused_attn.call.validation import attention_call, check_floats, checked_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, with_summaries
@@ -145,6 +146,11 @@ def decode_attention(
     """
     if kwargs:
         refuse("decode_attention", kwargs)
+    if handlers.context is not None:
+        raise NotImplementedError(
+            "decode_attention is not supported under context_parallel: call "
+            "fused_attn.distributed.decode_attention on the part of the cache of each rank"
+        )
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None:
         checked_sinks(sinks, query[..., 0])  # before the cache changes
@@ -159,31 +165,30 @@ def decode_attention(
     options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
-    call = None
+    want_lse, results = return_lse or sinks is not None, None
     if attn_mask is None:
-        call = _unchecked_call(query, update, rotation, is_causal, options, backend)
-    if call is not None:
-        out, lse = dispatch.attention(call, return_lse, backend, sinks)
-    else:
-        want_lse = return_lse or sinks is not None
+        results = _attend_unchecked(query, update, rotation, is_causal, options, want_lse, backend)
+    if results is None:
         mask = masks.as_mask(attn_mask)
         if rotation is not None and key is not None:
             update = update._replace(key=rotate(key, rotation))
-        out, lse = _attend(query, update, mask, is_causal, options, want_lse, backend)
-        if sinks is not None and lse is not None:
-            out, lse = add_sinks(out, lse, sinks)
+        results = _attend(query, update, mask, is_causal, options, want_lse, backend)
+    out, lse = results
+    if sinks is not None and lse is not None:
+        out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
-def _unchecked_call(
+def _attend_unchecked(
     query: Tensor,
     update: CacheUpdate,
     rotation: Rotation | None,
     is_causal: bool,
     options: AttentionOptions,
+    want_lse: bool,
     named: str | None,
-) -> UncheckedAttention | None:
-    """Rotate new keys, append, and return the call of a step without attn_mask on the CPU.
+) -> tuple[Tensor, Tensor | None] | None:
+    """Rotate and append new keys, and return out and lse of a step without attn_mask on the CPU.
 
     Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
     for a small step (8 heads, 400 keys, head_dim 64).
@@ -207,7 +212,10 @@ def _unchecked_call(
     _append(update, rotation)
     longest = update.ends[1]
     call.key, call.value = (rows.narrow(2, 0, longest) for rows in contiguous_rows(update))
-    return call
+    outputs = None if call.resolve_mask() is None else chosen.attention_fwd(call, False, want_lse)
+    if outputs is None:
+        return dispatch.run_attention(checked_attention(call)[0], chosen, want_lse)
+    return outputs.out, outputs.lse
 
 
 def _append(update: CacheUpdate, rotation: Rotation | None) -> None:

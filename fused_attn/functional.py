@@ -134,7 +134,7 @@ def layer_norm(
 
     Returns:
         out, with the shape and dtype of input. With return_residual, also residual +
-        dropout(input), which is input itself without a residual and dropout.
+        dropout(input), which is input itself if there is neither residual nor dropout.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states the expected and the
@@ -195,7 +195,7 @@ def rms_norm(
 
     Returns:
         out, with the shape and dtype of input. With return_residual, also residual +
-        dropout(input), which is input itself without a residual and dropout.
+        dropout(input), which is input itself if there is neither residual nor dropout.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states the expected and the

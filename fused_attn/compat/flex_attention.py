@@ -158,7 +158,7 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
 
 
 def _state(function: Any) -> tuple[Any, ...] | None:
-    """Return a key that changes with the values that a function reads; None if that is unknown."""
+    """Return a cache key of the values that a function reads, or None if they are unknown."""
     if not isinstance(function, FunctionType):
         return None
     names = [n for n in function.__code__.co_names if n in function.__globals__]

@@ -20,8 +20,8 @@ from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.varlen import packed_spec
 
-# Ratio of the largest work of a rank to the mean: consecutive and zigzag positions are balanced up
-# to GOOD; smaller chunks are tried above FAIR.
+# Limits on the ratio of the largest work of a rank to the mean. Consecutive or zigzag positions are
+# accepted up to GOOD. Above FAIR, smaller chunks are tried.
 GOOD, FAIR = 1.02, 1.05
 # Chunks per rank, tried in this order. With the documents below, 16 chunks lead to at most 14 runs.
 CHUNKS_PER_RANK = (16, 32, 64)

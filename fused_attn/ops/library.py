@@ -275,7 +275,8 @@ def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> No
         )
     _check_attention(call)
     if any(t.shape != call.query.shape[:3] for t in (lse, lse_residual)):
-        raise ValueError(f"lse and lse_residual must have shape {tuple(call.query.shape[:3])}")
+        expected, got = tuple(call.query.shape[:3]), (tuple(lse.shape), tuple(lse_residual.shape))
+        raise ValueError(f"lse and lse_residual must have shape {expected}, got {got}")
 
 
 def _check_dropout(call: AttentionCall | NormCall) -> None:

@@ -141,7 +141,10 @@ def compare(
             fused = run(fused_model)
         del fused_model
         if not swap.swapped and (calls is None or not calls.fused):
-            raise ValueError(f"model must have calls that enable() fuses, got none: {calls}")
+            raise ValueError(
+                "model must have modules to swap or calls that enable() fuses, got neither: "
+                f"{calls}"
+            )
         judged = fused
         if stacks:
             layers = ("layer output", "input grad")

@@ -220,7 +220,7 @@ def test_compiled_forward(name, monkeypatch):
 def test_compilations_are_bounded(monkeypatch):
     """For 20 shapes with every mask, there are at most two variants per mask.
 
-    A variant is compiled 1.2 times on average at most.
+    On average, a variant is compiled at most 1.2 times.
     """
     compile_, count = torch.compile, []
 

@@ -151,7 +151,7 @@ def shifted(q, k, v):
 
 
 def viewed(q, k, v):
-    """Attention whose output is viewed, which requires the strides of a matrix product's result."""
+    """Compute attention, and call view() on it, which requires the strides of a matmul's result."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 
@@ -314,7 +314,7 @@ def test_what_is_something_else_stays(way, reason):
 
 
 def test_inductor_and_sizes_that_change():
-    """The pass fuses training with symbolic lengths if it is set in torch.compile's options."""
+    """In torch.compile's options, the pass fuses attention with symbolic lengths in training."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)

@@ -20,6 +20,7 @@ from fused_attn import decode as decoding
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import get_backend
+from fused_attn.call import handlers
 
 CAPACITY, PAGE = 304, 16
 # Some sequences have nothing yet, or fill the cache; the new positions go across pages.
@@ -287,6 +288,19 @@ def _arguments(**changes):
 def test_errors_of_caches(changes, message):
     with pytest.raises(ValueError, match=message):
         fused_attn.decode_attention(**_arguments(**changes))
+
+
+@pytest.mark.parametrize("attn_mask", [None, torch.zeros(3, 40)], ids=["plain", "masked"])
+def test_calls_that_other_code_intercepts(attn_mask):
+    """Steps are never counted, and refused where calls are computed on several ranks."""
+    arguments = _arguments(attn_mask=attn_mask)
+    with fused_attn.stats() as counts:
+        fused_attn.decode_attention(**arguments)
+    assert not counts.kinds
+    before = arguments["key_cache"].fill_(3.0).clone()
+    with handlers.handled_by(object()), pytest.raises(NotImplementedError, match="distributed"):
+        fused_attn.decode_attention(**arguments)
+    assert torch.equal(arguments["key_cache"], before)
 
 
 @pytest.mark.parametrize(

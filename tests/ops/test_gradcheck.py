@@ -127,7 +127,7 @@ def gradients_of(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_of_attention(dropout_p, backend):
-    """Second-order gradients are within the numerics contract, with the dropout of the forward."""
+    """Second-order gradients are within the contract, and drop what the forward dropped."""
     tensors = random_qkv(2, 4, 2, 20, 50, 16)
     tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
     function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)

@@ -36,7 +36,7 @@ def check(out):
 
 
 def session(tmp_path, *files, seconds=120.0, unit_seconds=20.0, processes=1, **options):
-    """Run a session of one section for each text of a test file; return its results."""
+    """Run a session with one section per test file, given as text, and return its results."""
     sections = []
     for number, text in enumerate(files):
         path = tmp_path / f"test_planted_{number}.py"

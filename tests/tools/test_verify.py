@@ -98,7 +98,7 @@ def problem_of_probe(probe):
         for module in ("ops.dispatch", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
         patch.setattr("fused_attn.ops.dispatch.backend_for_unchecked", lambda *args: None)
-        patch.setattr("fused_attn.decode._unchecked_call", lambda *args: None)
+        patch.setattr("fused_attn.decode._attend_unchecked", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.gradients):
             call(*leaves)
     return seen[0]
@@ -345,7 +345,7 @@ def test_every_mask_is_checked(quick):
 
 
 def test_probes_are_of_their_class():
-    """Dispatch assigns each probe of a class to the class of that name."""
+    """Dispatch assigns each probe to the class that it was created for."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
     probes = plan.attention_probes(["bfloat16"], [32], **sizes)
     classes = plan.by_class([*probes, *plan.norm_probes(["float16"], elements=1 << 10)])

@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from soak_calls import IN_PROCESSES, KINDS, OURS, Call, Draw, digest
@@ -157,11 +158,18 @@ def interrupt(soak: Soak, r: Draw) -> None:
 
 def answer(calls: list[list]) -> None:
     """Print the digests of calls, first and after each Ctrl-C; make other calls meanwhile."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
+    pending = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        pending.set()  # copy.deepcopy catches and drops exceptions (copyreg._slotnames)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
     while True:
-        print(json.dumps([digest(tuple(call)) for call in calls]), flush=True)
+        pending.clear()
         with contextlib.suppress(KeyboardInterrupt):
-            while True:
+            print(json.dumps([digest(tuple(call)) for call in calls]), flush=True)
+            while not pending.is_set():
                 digest((random.choice(IN_PROCESSES), random.getrandbits(30)))
 
 

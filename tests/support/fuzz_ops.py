@@ -21,6 +21,7 @@ from fuzz_cases import (
     laid_out,
     scaled,
 )
+from fuzz_layers import check_plan, plan_cases
 from hypothesis import strategies as st
 from norm_cases import norm, tensors_of
 from torch import Tensor
@@ -151,4 +152,5 @@ OPS = {
     "norm": Op(rows_cases, check_rows),
     "activation": Op(rows_cases, check_rows, only_cpp=True),
     "module": Op(module_cases, check_module),
+    "plan": Op(plan_cases, check_plan, only_cpp=True),
 }

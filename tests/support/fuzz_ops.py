@@ -21,7 +21,8 @@ from fuzz_cases import (
     laid_out,
     scaled,
 )
-from fuzz_layers import check_plan, plan_cases
+from fuzz_engines import check_engine, engine_cases
+from fuzz_plans import check_plan, plan_cases
 from hypothesis import strategies as st
 from norm_cases import norm, tensors_of
 from torch import Tensor
@@ -152,5 +153,6 @@ OPS = {
     "norm": Op(rows_cases, check_rows),
     "activation": Op(rows_cases, check_rows, only_cpp=True),
     "module": Op(module_cases, check_module),
+    "engine": Op(engine_cases, check_engine, only_cpp=True),
     "plan": Op(plan_cases, check_plan, only_cpp=True),
 }

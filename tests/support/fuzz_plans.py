@@ -1,4 +1,4 @@
-"""Random cases of the layers above the kernels: distributed plans, engines, and models."""
+"""Random cases of distributed attention, computed by threads in place of processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fused_attn.distributed import Sharding, attention, ring
 from fused_attn.distributed.ranks import Ranks, Transfer
-
-# ---- distributed plans --------------------------------------------------------------------------
 
 
 class Exchange:

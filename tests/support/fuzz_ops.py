@@ -1,10 +1,11 @@
-"""Random cases of norms, activations and modules, and OPS, which also has those of attention."""
+"""Random cases of norms, activations and modules, and OPS, which has all kinds of cases."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -156,3 +157,7 @@ OPS = {
     "engine": Op(engine_cases, check_engine, only_cpp=True),
     "plan": Op(plan_cases, check_plan, only_cpp=True),
 }
+if find_spec("transformers"):
+    from fuzz_models import check_swap, swap_cases
+
+    OPS["swap"] = Op(swap_cases, check_swap, only_cpp=True)

@@ -4,6 +4,9 @@ Half of the problems are hard for a kernel's rounding: few visible keys, or one 
 the weight. Their score gradients are small differences of large terms. hypothesis shrinks a case
 that fails; it is printed as the command that reproduces it, and added to tests/fuzz_corpus.txt.
 
+Besides kernels, the cases call swapped models of transformers, engines and libraries whose
+arguments are mapped to masks, and distributed attention, whose ranks are threads.
+
     python scripts/fuzz.py --minutes 5 --isa avx2 generic --op attention,decode
     TRITON_INTERPRET=1 python scripts/fuzz.py --cases 100 --backend triton
 """

@@ -213,6 +213,7 @@ def _attention(
     grouped: bool,
 ) -> Tensor:
     mask, is_causal, empty = arguments
+    query, scale = _without_negative_scale(query, scale, is_causal)
     if mask is not None and query.device.type == "cuda":
         mask = _dense_in_keys(mask, key.shape[2])
     with allowed_kernels(query, key, value, mask):
@@ -223,6 +224,16 @@ def _attention(
         return out
     # In place only if no gradient is needed, because torch's backward reads out.
     return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
+
+
+def _without_negative_scale(query: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, float | None]:
+    """Return query and scale with the same scores, and no negative scale if is_causal.
+
+    torch's CPU kernel multiplies -inf at masked positions by the scale.
+    """
+    if is_causal and scale is not None and scale < 0.0:
+        return -query, -scale
+    return query, scale
 
 
 def _dense_in_keys(mask: Tensor, seqlen_k: int) -> Tensor:
@@ -319,13 +330,16 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
 
 
 def _with_lse(
-    query: Tensor, key: Tensor, value: Tensor, arguments: TorchArguments, scale: float
+    query: Tensor, key: Tensor, value: Tensor, arguments: TorchArguments, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, computed by torch's flash attention ops. lse is not differentiable."""
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    # These ops read a last dimension of any stride as if it were contiguous.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     mask, is_causal = arguments.attn_mask, arguments.is_causal
+    query, scale = _without_negative_scale(query, scale, is_causal)
     if query.device.type == "cuda":
         assert mask is None  # see _no_lse
         results = _aten._scaled_dot_product_flash_attention(

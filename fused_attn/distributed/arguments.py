@@ -75,8 +75,6 @@ class Shards:
 
     def merged(self, size: int) -> Shards:
         """Return the shards of groups of `size` consecutive ranks."""
-        if size == 1:
-            return self
         same = self.queries is self.keys
         queries = self.queries.merged(size)
         return Shards(queries, queries if same else self.keys.merged(size), self.rank // size)

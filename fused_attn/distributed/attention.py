@@ -178,7 +178,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         query, key, value = exchange.gathered(query, key, value)
         spec = of_heads(spec, slice(exchange.heads.start, exchange.heads.stop))
         first += exchange.heads.start
-    shards = shards.merged(1 if head_ranks is None else head_ranks.size)
+        shards = shards.merged(head_ranks.size)
     if ring_ranks is None:
         tensors = query, key, value
         out, lse = attend_to_all(*tensors, spec, options, (first, total), call.backend)

@@ -45,6 +45,27 @@ def test_masks(name):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_causal_mask_and_negative_scale(return_lse):
+    """A causal mask gives no NaN with a negative scale, as it does in torch's CPU kernel."""
+    options = {"is_causal": True, "scale": -0.3, "return_lse": return_lse}
+    results = [
+        fa.scaled_dot_product_attention(*qkv(grad=False), **options, backend=backend)
+        for backend in ("sdpa", "eager")
+    ]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_lse_of_transposed_columns():
+    """Operands whose last dimension is not contiguous have the right out and lse."""
+    tensors = [t.mT.contiguous().mT for t in qkv(grad=False)]
+    got, expected = (
+        fa.scaled_dot_product_attention(*tensors, return_lse=True, backend=backend)
+        for backend in ("sdpa", "eager")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import drawn
 from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+from ring_cases import covered
 
 from fused_attn import masks
 from fused_attn.distributed import Sharding
@@ -83,30 +84,6 @@ def test_mask_of_positions_and_heads(number):
             expected = visible[at].clone()
             expected[..., :2] = False
             torch.testing.assert_close(seen, expected)
-
-
-def covered(plans, shardings, sizes, starts=None):
-    """Count the blocks of all ranks that cover each pair of a query and a key."""
-    count = torch.zeros(sizes, dtype=torch.int64)
-    ranks = len(plans)
-    for rank, plan in enumerate(plans):
-        own = shardings[0].positions(rank)
-        for s, step in enumerate(plan.steps):
-            peer = (rank - s) % ranks
-            theirs = shardings[1].positions(peer)
-            rows = [i for part in step.wanted for i in part]
-            sent = [i for part in plans[peer].steps[s].sent for i in part]
-            assert rows == sent, "what one rank wants is not what the other gives"
-            for block in step.blocks:
-                assert [rows[i] for i in block.received] == list(block.keys.rows)
-                q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]
-                count[q[:, None], k] += 1
-                offsets = [0, 0]
-                if starts is not None:
-                    offsets = [of[block.queries.sequence] for of in starts]
-                assert (q - offsets[0]).tolist() == list(block.queries.positions)
-                assert (k - offsets[1]).tolist() == list(block.keys.positions)
-    return count
 
 
 @pytest.mark.parametrize("number", numbers(60, 150))

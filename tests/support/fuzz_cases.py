@@ -194,8 +194,9 @@ class Masked(NamedTuple):
             visible = visible & (keys <= rows + last)
         return cls(mask, visible & (rows < ends[0]) & (keys < ends[1]), bias)
 
-    def of_kernels(self, backend: str, bias: Tensor | None = None) -> Any:
-        mask = None if self.mask is None else self.mask.to(device_of(backend))
+    def on(self, device: torch.device, bias: Tensor | None = None) -> Any:
+        """Return the mask and a bias as an attn_mask on a device."""
+        mask = None if self.mask is None else self.mask.to(device)
         if bias is None or mask is None:
             return mask if bias is None else bias
         return masks.as_mask(mask) & masks.bias(bias)
@@ -224,8 +225,12 @@ def tensors_and_mask(case: Case, shape: Any) -> tuple[dict[str, Any], Expression
     return tensors, Expression(case["mask"], shape) if case["mask"] else None
 
 
-def check_attention(case: Case, backend: str) -> None:
-    """Check calls of scaled_dot_product_attention or varlen_attention that share a Mask."""
+def check_attention(case: Case, backend: str, judge: Any = judge, call: Any = None) -> None:
+    """Check calls of scaled_dot_product_attention or varlen_attention that share a Mask.
+
+    Args:
+        call: a function with the arguments of `attend`, in its place.
+    """
     batch, heads, _, *longest, _, _ = case["shape"]
     lengths, starts = case["lengths"], []
     tensors, expression = tensors_and_mask(case, (batch, heads, *longest))
@@ -245,7 +250,7 @@ def check_attention(case: Case, backend: str) -> None:
         shape = batch, heads, min(step["rows"] or longest[0], longest[0]), longest[1]
         ends = [torch.tensor(n).view(-1, 1, 1, 1) for n in lengths or shape[2:]]
         at = Masked.of(case, expression, shape, ends)
-        function = functools.partial(attend, case, at, lengths, starts)
+        function = functools.partial(call or attend, case, at, lengths, starts)
         with use_threads(step["threads"]):
             judge(case, number, function, tensors, backend, step["grads"])
 
@@ -277,7 +282,7 @@ def attend(
     qkv = [laid_out(t, layout) for t, layout in zip(qkv, case["layouts"], strict=True)]
     options = case["options"] | {"is_causal": case["is_causal"], "return_lse": case["lse"]}
     options |= {"sinks": extra.get("sinks"), "backend": backend}
-    mask = at.of_kernels(backend, extra.get("bias"))
+    mask = at.on(query.device, extra.get("bias"))
     if lengths:
         results = fused_attn.varlen_attention(*qkv, *starts, *longest, mask, **options)
     else:
@@ -378,7 +383,7 @@ def decode(
         more[name] = t.to(query)
     results = fused_attn.decode_attention(
         laid_out(query, case["layouts"][0]), *cache.caches, block_table=cache.order,
-        cache_lengths=lengths.flatten().to(there), attn_mask=at.of_kernels(backend),
+        cache_lengths=lengths.flatten().to(there), attn_mask=at.on(there),
         is_causal=case["is_causal"], return_lse=True, backend=backend, sinks=sinks,
         **case["options"], **more,
     )  # fmt: skip

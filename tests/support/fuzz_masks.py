@@ -5,7 +5,7 @@ An expression is a JSON value: ["and" | "or", expression, ...], or a kind and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,11 +195,11 @@ def _leaf(kind: str, shape: Shape) -> st.SearchStrategy[list[Any]]:
 
 
 @st.composite
-def trees(draw: st.DrawFn, shape: Shape) -> list[Any] | None:
+def trees(draw: st.DrawFn, shape: Shape, kinds: Sequence[str] = (*KINDS, "or")) -> Any:
     """Draw an expression: up to three kinds or unions, combined; None is no mask."""
     plain = st.sampled_from(KINDS[:-2]).flatmap(lambda kind: _leaf(kind, shape))
     members: list[Any] = []
-    for kind in draw(st.lists(st.sampled_from([*KINDS, "or"]), unique=True, max_size=3)):
+    for kind in draw(st.lists(st.sampled_from(kinds), unique=True, max_size=3)):
         if kind == "or":
             both = st.tuples(st.just("and"), plain, plain).map(list)
             members.append(["or", draw(plain), draw(st.one_of(plain, both))])

@@ -1,10 +1,11 @@
-"""Random cases of norms, activations and modules, and OPS, which also has those of attention."""
+"""Random cases of norms, activations and modules, and OPS, which has all kinds of cases."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,6 +22,8 @@ from fuzz_cases import (
     laid_out,
     scaled,
 )
+from fuzz_engines import check_engine, engine_cases
+from fuzz_plans import check_plan, plan_cases
 from hypothesis import strategies as st
 from norm_cases import norm, tensors_of
 from torch import Tensor
@@ -151,4 +154,10 @@ OPS = {
     "norm": Op(rows_cases, check_rows),
     "activation": Op(rows_cases, check_rows, only_cpp=True),
     "module": Op(module_cases, check_module),
+    "engine": Op(engine_cases, check_engine, only_cpp=True),
+    "plan": Op(plan_cases, check_plan, only_cpp=True),
 }
+if find_spec("transformers"):
+    from fuzz_models import check_swap, swap_cases
+
+    OPS["swap"] = Op(swap_cases, check_swap, only_cpp=True)

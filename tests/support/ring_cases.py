@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from torch.autograd import Function
 import fused_attn
 from fused_attn import distributed, masks
 from fused_attn.distributed import Sharding, ring
+from fused_attn.distributed.plan import Plan
 
 SEED = 5
 
@@ -100,6 +101,35 @@ class Case:
     def row_dim(self) -> int:
         """Index of the sequence dimension in query, key, value and out."""
         return -3 if self.packed else -2
+
+
+def covered(
+    plans: Sequence[Plan],
+    shardings: Sequence[Sharding],
+    sizes: tuple[int, int],
+    starts: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Count the blocks of all ranks that cover each pair of a query and a key."""
+    count = torch.zeros(sizes, dtype=torch.int64)
+    ranks = len(plans)
+    for rank, plan in enumerate(plans):
+        own = shardings[0].positions(rank)
+        for s, step in enumerate(plan.steps):
+            peer = (rank - s) % ranks
+            theirs = shardings[1].positions(peer)
+            rows = [i for part in step.wanted for i in part]
+            sent = [i for part in plans[peer].steps[s].sent for i in part]
+            assert rows == sent, "what one rank wants is not what the other gives"
+            for block in step.blocks:
+                assert [rows[i] for i in block.received] == list(block.keys.rows)
+                q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]
+                count[q[:, None], k] += 1
+                offsets = [0, 0]
+                if starts is not None:
+                    offsets = [of[block.queries.sequence] for of in starts]
+                assert (q - offsets[0]).tolist() == list(block.queries.positions)
+                assert (k - offsets[1]).tolist() == list(block.keys.positions)
+    return count
 
 
 def with_bias(mask: Any, bias: Tensor | None) -> Any:

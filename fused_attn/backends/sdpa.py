@@ -213,7 +213,7 @@ def _attention(
     grouped: bool,
 ) -> Tensor:
     mask, is_causal, empty = arguments
-    query, scale = _without_negative_scale(query, scale, is_causal)
+    query, scale = _positive_scale(query, scale, is_causal)
     if mask is not None and query.device.type == "cuda":
         mask = _dense_in_keys(mask, key.shape[2])
     with allowed_kernels(query, key, value, mask):
@@ -226,7 +226,9 @@ def _attention(
     return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
 
 
-def _without_negative_scale(query: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, float | None]:
+def _positive_scale(
+    query: Tensor, scale: float | None, is_causal: bool
+) -> tuple[Tensor, float | None]:
     """Return query and scale with the same scores, and no negative scale if is_causal.
 
     torch's CPU kernel multiplies -inf at masked positions by the scale.
@@ -339,7 +341,7 @@ def _with_lse(
     # These ops read a last dimension of any stride as if it were contiguous.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     mask, is_causal = arguments.attn_mask, arguments.is_causal
-    query, scale = _without_negative_scale(query, scale, is_causal)
+    query, scale = _positive_scale(query, scale, is_causal)
     if query.device.type == "cuda":
         assert mask is None  # see _no_lse
         results = _aten._scaled_dot_product_flash_attention(

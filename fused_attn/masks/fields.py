@@ -1,9 +1,9 @@
 """Fields of a MaskSpec: the dimensions of its tensors, and refusal of unknown fields.
 
 Code outside of the kernels that reads a MaskSpec field by field calls `unknown_fields` or
-`refuse_unknown_fields`: masks/restrict.py, intervals.py, band.py, torch_arguments.py, and Triton's
-spec_args.py. A new field is refused there, instead of ignored, until all of them handle it and
-KNOWN lists it.
+`refuse_unknown_fields`: masks/spec.py (`kind`), materialize.py, restrict.py, intervals.py, band.py,
+torch_arguments.py, and Triton's spec_args.py. A new field is refused there, instead of ignored,
+until all of them handle it and KNOWN lists it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.masks.fields import refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.restrict import cut_tensors
 from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, reduced
@@ -35,6 +36,7 @@ def materialize(
         num_heads, seqlen_q, seqlen_k). The first is None if every position is visible, the second
         if nothing is added to the scores.
     """
+    refuse_unknown_fields(spec, "the reference")
     row = torch.arange(first_row, first_row + seqlen_q, device=device)[None, None, :, None]
     column = torch.arange(seqlen_k, device=device)
     distance = column - row

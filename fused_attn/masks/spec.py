@@ -25,7 +25,7 @@ from fused_attn.base.torch_state import (
     statistics_dtype,
 )
 from fused_attn.masks.band import Band, band_with_lengths
-from fused_attn.masks.fields import TENSORS
+from fused_attn.masks.fields import TENSORS, unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.mask_mod import resolved
 from fused_attn.masks.memo import Memo, cacheable, recall, recall_eager
@@ -114,7 +114,7 @@ class MaskSpec(Flat):
         """
         if self.bias is not None:
             return "bias"
-        if not self.dense is self.key_mask is self.bits is None:
+        if not self.dense is self.key_mask is self.bits is None or unknown_fields(self):
             return "dense"
         tables = self.bounds, self.query_documents, self.slopes, self.intervals
         if any(table is not None for table in tables) or self.band_lo > -UNLIMITED:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, make_dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
+from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 from fused_attn.masks.tables import TABLES
 
@@ -22,6 +25,7 @@ READERS = {
     "ring, sequences": lambda spec: restrict.of_sequences(spec, slice(0, 1)),
     "ring, positions": lambda spec: restrict.of_positions(spec, range(2), range(3)),
     "flex": lambda spec: intervals.intervals_of(spec, (2, 4, 5, 5), CPU),
+    "eager": lambda spec: materialize(spec, 2, 4, 5, 5, CPU, torch.float32),
     "sdpa": lambda spec: torch_arguments.torch_arguments(spec, (2, 4, 5, 5), torch.empty(0)),
 }
 
@@ -65,12 +69,15 @@ def test_rows_that_tables_mask_are_known_to_torch():
 def test_flash_gets_no_band():
     """A mask with conditions besides its band is not passed to a flash engine as a band."""
     assert band.band_of(New(band_hi=0)) == band.Band(hi=0)
-    assert band.band_of(New(band_hi=0, gates=torch.ones(2))) is None
+    unknown = New(band_hi=0, gates=torch.ones(2))
+    assert band.band_of(unknown) is None and band.of_kind(unknown.kind) is None
 
 
 def test_the_tables_are_complete():
     names = {field.name for field in fields(MaskSpec)}
     assert names == KNOWN and set(TENSORS) < names
+    text = (Path(__file__).parents[2] / "csrc/fields/mask.inc").read_text()
+    assert dict(re.findall(r"(\w+), \"(\w+)\"\)", text)) == TENSORS
     assert len(TENSORS["bounds"]) == 2 and int(TENSORS["bounds"][1]) == len(BOUNDS)
 
 

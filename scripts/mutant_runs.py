@@ -19,16 +19,19 @@ from sanitize import instruction_sets, link_package
 BUILD = ROOT / "build" / "mutants"
 MAX_MUTANTS = 4096
 _ON_CPU = ["-k", "not triton and not cuda"]
-_MORE = ["tests/nn", "tests/backends", "tests/tools", "tests/compat", "tests/integrations"]
+# Masks are the same for every dtype and instruction set. Tests that compile are slow.
+_PLAIN = ["-k", "not (triton or cuda or f16 or f64 or avx or amx or neon or compil or onnx)"]
+_MORE = ["tests/nn", "tests/backends"]
+_USES = ["tests/compat", "tests/integrations", "tests/tools/test_mask_picture.py"]
 # The tests that run on each mutant, and those that run on what survives them.
 TESTS = {
     "cpu": [
         [*KERNEL_TESTS, "-k", "cpp and not f16 and not f64"],
         ["tests/ops", "tests/nn", *_ON_CPU],
     ],
-    "cuda": [["tests/ops", "-k", "cuda"], [*_MORE[:3], "-k", "cuda"]],
-    "triton": [["tests/ops", "-k", "triton"], [*_MORE[:3], "-k", "triton"]],
-    "masks": [["tests/ops", *_ON_CPU], [*_MORE, *_ON_CPU]],
+    "cuda": [["tests/ops", "-k", "cuda"], [*_MORE, "-k", "cuda"]],
+    "triton": [["tests/ops", "-k", "triton"], [*_MORE, "-k", "triton"]],
+    "masks": [["tests/ops", *_PLAIN], [*_MORE, *_USES, *_PLAIN]],
 }
 _ENVIRONMENT = {
     "cpu": {"PYTHONPATH": f"{BUILD}/cpu:{ROOT}/scripts"},

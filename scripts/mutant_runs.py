@@ -20,9 +20,11 @@ BUILD = ROOT / "build" / "mutants"
 MAX_MUTANTS = 4096
 _ON_CPU = ["-k", "not triton and not cuda"]
 # Masks are the same for every dtype and instruction set. Tests that compile are slow.
-_PLAIN = ["-k", "not (triton or cuda or f16 or f64 or avx or amx or neon or compil or onnx)"]
+_PLAIN = ["-k", "not (triton or cuda or f16 or f64 or avx or amx or compil or test_flex.py)"]
 _MORE = ["tests/nn", "tests/backends"]
-_USES = ["tests/compat", "tests/integrations", "tests/tools/test_mask_picture.py"]
+_USES = ["tests/compat", "tests/nn/test_nn_causal.py", "tests/tools/test_mask_picture.py"]
+_USES += [f"tests/backends/test_{n}.py" for n in ("sdpa", "sdpa_kept", "flash_arguments")]
+_USES += [f"tests/distributed/test_{n}.py" for n in ("balance", "plan")]
 # The tests that run on each mutant, and those that run on what survives them.
 TESTS = {
     "cpu": [
@@ -30,8 +32,8 @@ TESTS = {
         ["tests/ops", "tests/nn", *_ON_CPU],
     ],
     "cuda": [["tests/ops", "-k", "cuda"], [*_MORE, "-k", "cuda"]],
-    "triton": [["tests/ops", "-k", "triton"], [*_MORE, "-k", "triton"]],
-    "masks": [["tests/ops", *_PLAIN], [*_MORE, *_USES, *_PLAIN]],
+    "triton": [["tests/ops", "-k", "triton and not (16 or f64)"], [*_MORE, "-k", "triton"]],
+    "masks": [["tests/ops", *_PLAIN], [*_USES, *_PLAIN]],
 }
 _ENVIRONMENT = {
     "cpu": {"PYTHONPATH": f"{BUILD}/cpu:{ROOT}/scripts"},

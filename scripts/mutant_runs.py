@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,18 +133,20 @@ def _mentioned(text: str, tree: Path, mutants: Sequence[Mutant], what: str) -> s
 def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, Any]]:
     """Run the tests on mutants of a source, and return a row for each.
 
-    A run that was stopped continues, if it has the same seed and at least as many mutants.
+    A run that was stopped continues, if the sources and the seed are the same, and it has at least
+    as many mutants.
     """
     folder = BUILD / source
     folder.mkdir(parents=True, exist_ok=True)
     mutants = sample(source, seed, count)
+    name = f"{seed}-{zlib.crc32(repr(sample(source, seed, MAX_MUTANTS)).encode()):08x}"
     compiled = source in _DEFINED_IN
     numbers = build(source, mutants) if compiled else set(range(1, len(mutants) + 1))
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     module = {"cpu": f"fused_attn/_cpu{suffix}", "cuda": f"cmake/_cuda_emulated{suffix}"}
     found: dict[int, tuple[str | None, float]] = {}
     for stage, tests in enumerate(TESTS[source]):
-        results = folder / f"{seed}-{stage}.jsonl"
+        results = folder / f"{name}-{stage}.jsonl"
         results.touch()
         alive = [n for n in sorted(numbers) if not found.get(n, ("", 0))[0]]
         done = {json.loads(line)[0] for line in results.read_text().splitlines()}
@@ -151,7 +154,7 @@ def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, Any]
             "mutants": [(n, mutants[n - 1]) for n in alive if n not in done],
             "module": str(folder / module[source]) if compiled else None,
             "results": str(results),
-            "baseline": str(folder / f"{seed}-{stage}-{count}-baseline.json"),
+            "baseline": str(folder / f"{name}-{stage}-{count}-baseline.json"),
             "limit": limit,
         }
         if arguments["mutants"]:
@@ -162,16 +165,8 @@ def run(source: str, seed: int, count: int, limit: float) -> list[dict[str, Any]
                 "PYTHONPATH": f"{ROOT}:{ROOT}/scripts",
                 **_ENVIRONMENT[source],
             }
-            options = [
-                "-q",
-                "--tb=no",
-                "-m",
-                "not thorough",
-                "-p",
-                "mutant_tests",
-                "-p",
-                "no:cacheprovider",
-            ]
+            options = ["-q", "--tb=no", "-m", "not thorough", "-p", "no:cacheprovider"]
+            options += ["-p", "mutant_tests"]
             command = [sys.executable, "-P", "-m", "pytest", *options, *tests]
             subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
         for line in results.read_text().splitlines():

@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
     end: int
     text: str
 
-    def apply(self, line: str, switch: str = "") -> str:
+    def apply(self, line: str, switch: str = SWITCH) -> str:
         return line[: self.begin] + self.text.replace(SWITCH, switch) + line[self.end :]
 
 

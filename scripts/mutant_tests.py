@@ -8,23 +8,23 @@ only those run that reach it, until one fails.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import linecache
 import os
 import resource
 import select
 import signal
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -61,45 +61,48 @@ class Interpreted:
 
     def __init__(self, mutants: dict[int, Mutant]) -> None:
         self.mutants = mutants
-        self.lines: dict[str, dict[int, int]] = {}
         self.seen: set[int] = set()
-        for number, mutant in mutants.items():
-            self.lines.setdefault(str(ROOT / mutant.path), {})[mutant.line] = number
 
     def turn_on(self, number: int) -> None:
-        mutant = self.mutants[number]
-        path = str(ROOT / mutant.path)
-        text = (ROOT / mutant.path).read_text()
-        lines = text.splitlines(keepends=True)
-        before = {code.co_qualname: code for code in _codes(compile(text, path, "exec"))}
-        lines[mutant.line - 1] = mutant.apply(lines[mutant.line - 1])
-        # Triton's interpreter compiles the source again. linecache does not check entries whose
-        # time is None.
-        linecache.cache[path] = (len(text), None, lines, path)
-        after = _codes(compile("".join(lines), path, "exec"))
-        changed = {c.co_qualname: c for c in after if before.get(c.co_qualname) != c}
-        for function in gc.get_objects():
-            if isinstance(function, FunctionType) and function.__code__.co_filename == path:
-                code = changed.get(function.__code__.co_qualname)
-                if code is not None:
-                    function.__code__ = code
+        self._replace([self.mutants[number]])
 
     def record(self) -> None:
-        sys.settrace(self._trace)
-        threading.settrace(self._trace)
+        """Make each expression that has a mutant record that it is evaluated."""
+        builtins._seen = self.seen  # type: ignore[attr-defined]
+        probes = []
+        for number, m in self.mutants.items():
+            line = (ROOT / m.path).read_text().splitlines()[m.line - 1]
+            text = f"(_seen.add({number}) or ({line[m.begin : m.end]}))"
+            probes.append(m._replace(text=text))
+        self._replace(probes)
 
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        lines = self.lines.get(frame.f_code.co_filename)
-        if lines is None:
-            return None
-        number = lines.get(frame.f_lineno)
-        if number is not None:
-            self.seen.add(number)
-        return self._trace
+    def _replace(self, mutants: list[Mutant]) -> None:
+        changed = {}
+        for path in {mutant.path for mutant in mutants}:
+            importlib.import_module(path.removesuffix(".py").replace("/", "."))
+            text, name = (ROOT / path).read_text(), str(ROOT / path)
+            lines = text.splitlines(keepends=True)
+            before = set(_codes(compile(text, name, "exec")))
+            for mutant in mutants:
+                if mutant.path == path:
+                    lines[mutant.line - 1] = mutant.apply(lines[mutant.line - 1])
+            # Triton's interpreter compiles the source again. linecache does not check entries whose
+            # time is None.
+            linecache.cache[name] = (len(text), None, lines, name)
+            after = set(_codes(compile("".join(lines), name, "exec")))
+            changed |= {_place(code): code for code in after - before}
+        for function in gc.get_objects():
+            if isinstance(function, FunctionType) and _place(function.__code__) in changed:
+                function.__code__ = changed[_place(function.__code__)]
 
     def reached(self) -> list[int]:
-        numbers, self.seen = sorted(self.seen), set()
+        numbers = sorted(self.seen)
+        self.seen.clear()
         return numbers
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    return code.co_filename, code.co_firstlineno, code.co_qualname
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -167,7 +170,7 @@ class Runs:
         torch.unravel_index(torch.tensor(0), (1, 1))
         if not self.baseline.exists():
             messages = in_child(lambda send: run(list(items), send, True), lambda name: 600.0)
-            if "died" in messages[-1]:  # the tests after it do not count
+            if messages and "died" in messages[-1]:  # the tests after it do not count
                 print(f"without mutants, {messages[-1]['of']} {messages[-1]['died']}")
             self.baseline.write_text(json.dumps(messages))
         baseline = [

@@ -196,7 +196,7 @@ def main() -> None:
     earlier = json.loads(RESULTS.read_text()).get(options.source, [])
     verdicts = {(r["path"], r["mutant"]): r["verdict"] for r in earlier if "verdict" in r}
     for row in rows:  # what was found out about survivors is written by hand
-        if row["killed by"] is None and (row["path"], row["mutant"]) in verdicts:
+        if row["killed by"] in (None, "not reached") and (row["path"], row["mutant"]) in verdicts:
             row["verdict"] = verdicts[row["path"], row["mutant"]]
     write({options.source: rows})
     killed = [row for row in rows if row["killed by"] not in (None, "not reached")]

@@ -41,7 +41,8 @@ def _described(value: Any) -> Any:
             return type(value).__qualname__
         constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
         cells = [_described(cell.cell_contents) for cell in value.__closure__ or ()]
-        return value.__qualname__, code.co_code, code.co_names, constants, cells
+        defaults = _described([value.__defaults__, *(value.__kwdefaults__ or {}).items()])
+        return value.__qualname__, code.co_code, code.co_names, constants, cells, defaults
     return value
 
 

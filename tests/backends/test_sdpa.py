@@ -27,10 +27,16 @@ def fresh_choice():
 # ---- attention ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name):
+ONE_HIDDEN = {
+    "first_key_of_last_query": lambda b, h, m, n: masks.sliding_window(m - 2, -1),
+    "last_key_of_first_query": lambda b, h, m, n: masks.sliding_window(-1, n - 2),
+}
+
+
+@pytest.mark.parametrize("make", [*MASKS.values(), *ONE_HIDDEN.values()], ids=[*MASKS, *ONE_HIDDEN])
+def test_masks(make):
     """Outputs and gradients match eager attention up to rounding, even if the mask is cached."""
-    mask = MASKS[name](*SHAPE[:4])
+    mask = make(*SHAPE[:4])
     results = []
     for backend in ("sdpa", "eager"):
         leaves = qkv()

@@ -44,6 +44,16 @@ def test_changes_of_a_kept_mask_are_seen():
     assert (by("sdpa", call)[:, :, 3] == 0).all()
 
 
+def test_masks_that_torch_accepts_are_freed():
+    mask = torch.ones(1, 1, 33, 47, dtype=torch.bool)
+    with fa.use_backend("sdpa"):
+        fa.scaled_dot_product_attention(*qkv(grad=False), mask)
+    ref = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert ref() is None
+
+
 def test_few_slices_of_a_mask_are_kept(monkeypatch):
     """Few derived masks stay in memory, because each may be as large as its source."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)

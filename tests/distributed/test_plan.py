@@ -117,6 +117,29 @@ def slice_of(rows):
     return slice(rows.start, rows.stop)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.documents(
+            torch.tensor([0, 1, 0, 2, 1, 2]),
+            torch.tensor([[0, 1, 0, 1, 1, 2], [1, 1, 0, 2, 0, 1]]),
+        ),
+        masks.dense(torch.tensor([[1], [0], [0], [1], [0], [0]]).bool()),
+        masks.dense(torch.tensor([[[0, 0, 1, 1, 0, 1]], [[0, 1, 0, 1, 0, 0]]]).bool()),
+    ],
+    ids=["documents", "queries", "keys"],
+)
+def test_masked_keys_at_both_ends_are_left_out(mask):
+    shape = (2, 2, 6, 6)
+    spec = spec_of(mask, shape)
+    visible, lookup = dense_of(spec, *shape)[0].any(0).any(0), VisibleKeys(spec, shape)
+    for queries in (range(1), range(1, 3), range(3, 5)):
+        for keys in (range(6), range(2, 5)):
+            at = visible[slice_of(queries)][:, slice_of(keys)].any(0).nonzero()
+            at = (at + keys.start).flatten().tolist()
+            assert lookup.of(queries, keys) == (range(at[0], at[-1] + 1) if at else None)
+
+
 @pytest.mark.parametrize("number", numbers(20, 40))
 def test_plan_of_packed_sequences(number):
     draw = random.Random(number)

@@ -97,10 +97,10 @@ def test_heads_and_batches_that_see_other_tiles(backend):
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_beyond_the_keys(rows):
-    """Bits after the last key may be set, and one row of bits may apply to all queries."""
+    """Bits after the last key may be set, one row may apply to all queries, with any strides."""
     table = packed(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
     table[..., -1] |= -1 << 139 % 64
-    mask, tensors = Mask(bits=(table,)), random_qkv(2, 2, 1, 70, 139, 16)
+    mask, tensors = Mask(bits=(table.mT.contiguous().mT,)), random_qkv(2, 2, 1, 70, 139, 16)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, torch.float32, "cpp")
 
 

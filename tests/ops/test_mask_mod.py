@@ -68,6 +68,20 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
     assert found == kind
 
 
+@pytest.mark.parametrize(("name", "heads"), [("windows of heads", H), ("table", H), ("dilated", 1)])
+def test_tables(name, heads):
+    """Tables have the dimensions that a function uses. On a GPU, they are dense."""
+    spec = normalize(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.empty(0))
+    table = spec.intervals if spec.bits is None else spec.bits
+    assert table.shape[:2] == (1, heads)
+    shape = (1, heads, LQ, LK)
+    expected = flex.create_mask(MODS[name][0], *shape, device="cpu")
+    found = module.recognized(
+        lambda rows: expected[:, :, rows.start : rows.stop], shape, shape, torch.device("cuda")
+    )
+    assert torch.equal(found.dense_masks[0], expected)
+
+
 def test_random_intervals():
     """Recognizing structure does not change the visible positions of random interval masks."""
     generator = torch.Generator().manual_seed(1)

@@ -12,6 +12,7 @@ from helpers import BACKENDS, device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
+from fused_attn.masks.checksum import checksum
 from fused_attn.masks.mask import _mapped
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
@@ -118,6 +119,31 @@ def test_visible_as_documented(name):
     got, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
     assert torch.equal(got.expand(shape), expected_of(visible))
+    if spec.query_documents is not None:  # kernels may read them as int32
+        assert torch.cat([spec.query_documents, spec.key_documents], 1).abs().max() < 1 << 31
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_not_copied(dtype):
+    bias = torch.zeros(LEN_Q, LEN_K, dtype=dtype)
+    spec = normalize(masks.bias(bias), BATCH, HEADS, LEN_Q, LEN_K, torch.empty(0))
+    assert spec.bias.data_ptr() == bias.data_ptr()
+
+
+def test_checksums():
+    """Checksums depend on conditions, tensors, functions and the values that functions read."""
+
+    def above(n):
+        return lambda b, h, q, k: q > k + n
+
+    functions = [lambda b, h, q, k: q > k, lambda b, h, q, k: k > q, above(1), above(2)]
+    functions += [lambda b, h, q, k, n=n: q > k + n for n in (1, 2)]
+    functions += [lambda b, h, q, k, *, n=n: q > k + n for n in torch.tensor([1, 2])]
+    given = [None, masks.causal(), masks.padding([3, 5]), masks.padding([5, 3])]
+    given += [masks.from_mask_mod(function) for function in functions]
+    found = [checksum(mask) for mask in given]
+    assert len(set(found)) == len(given)
+    assert found == [checksum(mask) for mask in given]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

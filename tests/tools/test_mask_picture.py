@@ -16,6 +16,7 @@ MASKS = {
     "prefix": masks.prefix_lm(torch.tensor([90, 20])),
     "documents": masks.documents(torch.arange(200) // 77),
     "dense": masks.dense(torch.arange(200)[:, None] % 128 < torch.arange(200) % 90),
+    "union": masks.padding(LENGTHS) | masks.sliding_window(20, 5),
     "nothing": masks.documents(torch.zeros(200).long(), torch.ones(200).long()),
 }
 

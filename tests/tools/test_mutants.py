@@ -88,11 +88,14 @@ def test_mutants_of_python_replace_the_code_of_functions():
     mutant = next(m for m in every if m.text == "(max(right, band.right))")
 
     def work(send):
-        send(band.band_with_lengths(masks.causal(), 4, 4).hi)
-        mutant_tests.Interpreted({5: mutant}).turn_on(5)
-        send(band.band_with_lengths(masks.causal(), 4, 4).hi)
+        switch = mutant_tests.Interpreted({5: mutant})
+        switch.record()
+        send([band.band_with_lengths(masks.causal(), 4, 4).hi, switch.reached()])
+        switch.turn_on(5)
+        send([band.band_with_lengths(masks.causal(), 4, 4).hi, switch.reached()])
 
-    assert mutant_tests.in_child(work, lambda name: 60.0)[:2] == [0, band.UNLIMITED]
+    messages = mutant_tests.in_child(work, lambda name: 60.0)
+    assert messages == [[0, [5]], [band.UNLIMITED, []]]
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])

@@ -146,10 +146,11 @@ def decode_attention(
     """
     if kwargs:
         refuse("decode_attention", kwargs)
-    if handlers.context is not None:
+    if handlers.context is not None or handlers.is_dtensor(query):
         raise NotImplementedError(
-            "decode_attention is not supported under context_parallel: call "
-            "fused_attn.distributed.decode_attention on the part of the cache of each rank"
+            "decode_attention must be called on local tensors (DTensor.to_local), outside of "
+            "context_parallel: fused_attn.distributed.decode_attention attends to caches of all "
+            "ranks"
         )
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None:

@@ -124,7 +124,8 @@ def decode_attention(
         ValueError, TypeError: an argument is invalid or requires grad; the message states the
             expected and the actual value. Values of cache_lengths and block_table are checked only
             on the CPU.
-        NotImplementedError: the requested backend does not support the call.
+        NotImplementedError: the requested backend does not support the call, query is a DTensor, or
+            the call is within `context_parallel`.
 
     Example:
         >>> key_cache, value_cache = (torch.zeros(2, 2, 4096, 64) for _ in range(2))

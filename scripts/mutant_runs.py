@@ -33,7 +33,10 @@ TESTS = {
         ["tests/ops", "tests/nn", *_ON_CPU],
     ],
     "cuda": [["tests/ops", "-k", "cuda"], [*_MORE, "-k", "cuda"]],
-    "triton": [["tests/ops", "-k", "triton and not (16 or f64)"], [*_MORE, "-k", "triton"]],
+    "triton": [
+        ["tests/ops", "-k", "triton and not (16 or f64)"],
+        ["tests/ops", *_MORE, "-k", "triton and (16 or f64 or test_nn or test_t)"],
+    ],
     "masks": [["tests/ops", *_PLAIN], [*_USES, *_PLAIN]],
 }
 _ENVIRONMENT = {

@@ -24,6 +24,8 @@ from fused_attn.backends.triton.launch import launch
 from fused_attn.backends.triton.masks import Sizes, sequence_bounds
 from fused_attn.backends.triton.spec_args import mask_args
 from fused_attn.backends.triton.tiles import query_tiles
+from fused_attn.call.options import AttentionOptions
+from fused_attn.call.validation import attention_call
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 from fused_attn.masks.tables import without_tables
@@ -82,6 +84,17 @@ def test_summaries_are_those_of_the_cpu(name):
     tensor = tensor[(None,) * (4 - tensor.dim())]
     got = attention.tile_summary(tensor.to(DEVICE)).cpu()
     assert torch.equal(got, get_backend("cpp").tile_summary(tensor))
+
+
+LISTED = ("documents", "key_mask", "dense", "bias_with_inf")
+
+
+@pytest.mark.parametrize("name", ["causal", "ragged", "prefix", "alibi", *LISTED])
+def test_tiles_are_listed_where_ranges_do_not_suffice(name):
+    query, key = (torch.zeros(*SHAPE[:2], n, 16, device=DEVICE) for n in SHAPE[2:])
+    mask = MASKS[name](*SHAPE).to(DEVICE)
+    call = attention_call(query, key, key, mask, AttentionOptions(0.25, None))
+    assert attention.LaunchArguments(call).has_lists == (name in LISTED)
 
 
 @triton.jit

@@ -101,6 +101,11 @@ def test_triton_calls(kind, monkeypatch):
     assert kind.removesuffix("_masked") in {name.removesuffix("_masked") for name in used}
 
 
+def test_head_dims_are_rounded_up():
+    widths = [tuning.width_of(head_dim) for head_dim in (1, 64, 65, 128, 129, 256)]
+    assert widths == [64, 64, 128, 128, 256, 256]
+
+
 def test_rows_are_those_of_tuning():
     """Printed rows contain the configs that were found, and leave other rows unchanged."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}

@@ -95,6 +95,18 @@ def test_heads_and_batches_that_see_other_tiles(backend):
         )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_weights_are_accurate(backend):
+    """A weight of exp(-x) has a small relative error, however large x is."""
+    x, device = torch.arange(0.0, 80.0, 0.625), device_of(backend)
+    query, key, value = (torch.zeros(1, 1, n, 8) for n in (len(x), 2, 2))
+    query[..., 0], key[..., 1, 0], value[..., 1, :] = -x, 1.0, 1.0
+    tensors = (t.to(device) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(*tensors, scale=1.0, backend=backend).cpu()
+    expected = (-x.double()).exp() / (1.0 + (-x.double()).exp())
+    assert ((out[0, 0, :, 0] - expected) / expected).abs().max() < 8e-7
+
+
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_beyond_the_keys(rows):
     """Bits after the last key may be set, one row may apply to all queries, with any strides."""

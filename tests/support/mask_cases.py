@@ -85,7 +85,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     "dense_transposed": lambda b, h, m, n: masks.dense(_dense(b, 1, n, m, seed=11).mT),
     "dense_per_query": lambda b, h, m, n: masks.dense(_dense(b, 1, m, 1, seed=12)),
     "key_mask": lambda b, h, m, n: masks.dense(_dense(b, 1, 1, n, seed=13)),
-    "key_mask_head": lambda b, h, m, n: masks.dense(_dense(h, 1, n, seed=14)),
+    "key_mask_head": lambda b, h, m, n: masks.dense(_dense(h, 1, 2 * n, seed=14)[..., ::2]),
     "intervals": lambda b, h, m, n: Mask(intervals=(_windows_of_heads(h, m, n),)),
     "images": lambda b, h, m, n: (
         masks.causal() | masks.documents(torch.arange(m) // 9, torch.arange(n) // 9)

@@ -96,8 +96,8 @@ struct PendingSums {
   }
 
   float* at[4];
-  // For float32, a step is six MMAs of bfloat16 parts, each of which rounds its accumulator. To round
-  // less, a few steps are accumulated in `apart` and then added to `sums` once.
+  // For float32, a step is six MMAs of bfloat16 parts, each of which rounds its accumulator. To
+  // round less, a few steps are accumulated in `apart` and then added to `sums` once.
   bool adds;
   float* sums[4];
   alignas(64) float apart[4][kTileSums];

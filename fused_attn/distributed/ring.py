@@ -28,7 +28,7 @@ from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.restrict import of_positions, without_first_keys
-from fused_attn.masks.spec import MaskSpec, with_summaries
+from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import library as ops
 
 # Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
@@ -301,9 +301,9 @@ class BlockCall:
                 len(q), row0=queries.positions.start, key0=padded.start, head0=head0,
                 num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
             )  # fmt: skip
-        call = AttentionCall(q, k, v, own, options).kernel_layout()
+        call = AttentionCall(q, k, v, own, options)
         self._backend: Backend = select(problem_of(call, "lse"), backend)
-        self._call = replace(call, mask=with_summaries(call.mask, self._backend.tile_summary))
+        self._call = self._backend.kernel_layout(call)
 
     def forward(self, for_backward: bool) -> AttentionOutputs:
         """Return the partial result of the block."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable, plain_eager
+from fused_attn.base.torch_state import FLOATS, host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.call.kv_cache import (
     check_decode_tensors,
@@ -21,7 +21,7 @@ from fused_attn.call.kv_cache import (
 )
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.distributed.agreement import DTYPES, agreed
+from fused_attn.distributed.agreement import agreed
 from fused_attn.distributed.arguments import check_positions
 from fused_attn.distributed.plan import Block, Piece, pieces_of
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
@@ -136,7 +136,7 @@ def _sizes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> dict[str, i
         **dict(zip(names, query.shape, strict=True)),
         "num_heads_kv": key_cache.shape[1],
         "head_dim_v": value_cache.shape[3],
-        "dtype": DTYPES.index(query.dtype),
+        "dtype": FLOATS.index(query.dtype),
     }
 
 

@@ -309,7 +309,7 @@ def _attend(
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
     empty = update.capacity == 0 or any(0 in t.shape for t in (query, *update.caches))
     if not empty and update.plain and plain_eager(update.lengths, *mask.tensors()):
-        call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
+        with_summaries(spec, chosen.tile_summary)
         results = chosen.attention_decode(call, update)
         if results is not None:
             for cache in update.caches if update.seqlen_new > 0 else ():

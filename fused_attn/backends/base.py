@@ -19,6 +19,7 @@ from fused_attn.call.calls import (
     WeightsBackward,
 )
 from fused_attn.call.kv_cache import CacheUpdate
+from fused_attn.masks.spec import with_summaries
 
 Extent = Literal["all", "some", "none"]
 
@@ -86,6 +87,12 @@ class Backend:
             SummaryValue in csrc/params.h. None if the passes use no summaries.
         """
         return None
+
+    def kernel_layout(self, call: AttentionCall) -> AttentionCall:
+        """Return a call in `kernel_layout()`, with tile summaries of its dense tensors."""
+        call = call.kernel_layout()
+        with_summaries(call.mask, self.tile_summary)
+        return call
 
     def activation(
         self,

@@ -13,7 +13,7 @@ from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
-from fused_attn.base.torch_state import is_compiling, needs_grad, traced_as_constant
+from fused_attn.base.torch_state import FLOATS, is_compiling, needs_grad, traced_as_constant
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,
@@ -31,7 +31,6 @@ _aten = torch.ops.aten
 # torch's implementation. `enable()` patches F.scaled_dot_product_attention and sets this variable.
 torch_sdpa = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 class SdpaBackend(Backend):
@@ -147,7 +146,7 @@ def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
 def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
     """Run torch's norm on an unvalidated call; return None if it must be validated first."""
     input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.options.eps
-    if input.is_nested or input.dtype not in _FLOATS or call.options.dropout_p > 0.0:
+    if input.is_nested or input.dtype not in FLOATS or call.options.dropout_p > 0.0:
         return None
     if not shape or input.shape[len(input.shape) - len(shape) :] != shape:
         return None
@@ -185,7 +184,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor | 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:
     """Return True if heads share keys and values; None if the call must be validated first."""
-    if query.dtype not in _FLOATS or not query.dtype == key.dtype == value.dtype:
+    if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None

@@ -17,6 +17,7 @@ _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
 PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # dtypes of operands
 _CPU = torch.device("cpu")
 
 

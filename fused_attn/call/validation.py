@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
-from fused_attn.base.torch_state import is_compiling, savable
+from fused_attn.base.torch_state import FLOATS, is_compiling, savable
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
@@ -24,8 +24,6 @@ from fused_attn.masks import UNLIMITED, Mask, as_mask
 from fused_attn.masks.memo import recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.masks.tensors import known_mask
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None:
@@ -38,7 +36,7 @@ def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None
                 f"{name} must be a dense tensor, got a nested or sparse tensor: pad it or call "
                 "to_dense()"
             )
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise TypeError(
                 f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}"
             )

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import needs_grad
+from fused_attn.base.torch_state import FLOATS, needs_grad
 from fused_attn.distributed.ranks import Ranks, gather_on_mesh
 
 SIZE = 24  # number of integers in a message
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # in messages: the index
 
 
 def agreed(
@@ -60,7 +59,7 @@ def agreed(
 
 def _listed(name: str, values: list[int]) -> str:
     if name == "dtype":
-        return ", ".join(str(DTYPES[value]) for value in values)
+        return ", ".join(str(FLOATS[value]) for value in values)
     hashed = name in ("attn_mask", "cache_lengths") or name.startswith(("positions", "scale"))
     return "different values" if hashed else ", ".join(map(str, values))
 

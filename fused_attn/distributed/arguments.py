@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast
 from fused_attn.base.shapes import Canonical, canonical
+from fused_attn.base.torch_state import FLOATS
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import check_floats, check_qkv
-from fused_attn.distributed.agreement import DTYPES, agreed, learned
+from fused_attn.distributed.agreement import agreed, learned
 from fused_attn.distributed.ranks import Ranks, gather_on_mesh, index_of, size_of
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
@@ -217,7 +218,7 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
         "num_heads_kv": key.shape[1],
         "head_dim": query.shape[3],
         "head_dim_v": value.shape[3],
-        "dtype": DTYPES.index(query.dtype),
+        "dtype": FLOATS.index(query.dtype),
         "scale, softcap and dropout_p": hash((options.scale, options.softcap, options.dropout_p)),
         "seed": (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
         "method": METHODS.index(call.method),

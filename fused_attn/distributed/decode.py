@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_attn.backends import problem_of, select
-from fused_attn.base.torch_state import host_readable, plain_eager
+from fused_attn.base.torch_state import FLOATS, host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.call.kv_cache import (
     check_decode_tensors,
@@ -23,14 +21,16 @@ from fused_attn.call.kv_cache import (
 )
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.distributed.agreement import DTYPES, agreed
+from fused_attn.distributed.agreement import agreed
 from fused_attn.distributed.arguments import check_positions
+from fused_attn.distributed.plan import Block, Piece, pieces_of
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
+from fused_attn.distributed.ring import BlockCall
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.checksum import checksum
-from fused_attn.masks.restrict import of_positions, split_at_overlap
-from fused_attn.masks.spec import MaskSpec, normalize, with_summaries
+from fused_attn.masks.restrict import split_at_overlap
+from fused_attn.masks.spec import normalize
 
 
 @torch.compiler.disable(recursive=True)
@@ -124,8 +124,8 @@ def decode_attention(
         for cache, new in ((key_cache, key), (value_cache, value)):
             _append(cache, new, lengths, sharding, ranks.rank)
     call = AttentionCall(query, key_cache, value_cache, spec, options)
-    runs = sharding.runs[ranks.rank]
-    own = _own_part(call, runs, prefix=bool(mask.prefixes or mask.mask_mods))
+    pieces = pieces_of(sharding, ranks.rank, None)
+    own = own_part(call, pieces, prefix=bool(mask.prefixes or mask.mask_mods))
     merged = _merged(ranks, own, call)
     return (merged.out, merged.lse) if return_lse else merged.out
 
@@ -136,7 +136,7 @@ def _sizes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> dict[str, i
         **dict(zip(names, query.shape, strict=True)),
         "num_heads_kv": key_cache.shape[1],
         "head_dim_v": value_cache.shape[3],
-        "dtype": DTYPES.index(query.dtype),
+        "dtype": FLOATS.index(query.dtype),
     }
 
 
@@ -176,41 +176,23 @@ def _row_of_position(sharding: Sharding, rank: int, device: torch.device) -> Ten
     return table
 
 
-def _own_part(call: AttentionCall, runs: Sequence[range], prefix: bool) -> MergedOutputs:
-    """Return the partial results of the runs of this rank.
+def own_part(call: AttentionCall, pieces: Sequence[Piece], prefix: bool) -> MergedOutputs:
+    """Return the merged partial results of the keys of this rank.
 
     Args:
         call: the call of all positions, with the cache of this rank.
+        pieces: the positions of the cache.
         prefix: True if the mask has prefixes.
     """
-    queries, first = range(call.query.shape[2]), 0
-    merged = MergedOutputs(call.query, call.value)
-    for run in runs:
-        rows = slice(first, first + len(run))
-        parts = split_at_overlap(queries, run) if prefix else [(queries, run)]
-        for q, k in parts:
-            own = slice(rows.start + k.start - run.start, rows.start + k.stop - run.start)
-            mask = of_positions(call.mask, q, k)
-            merged.add(_partial(call, slice(q.start, q.stop), own, mask), slice(q.start, q.stop))
-        first = rows.stop
+    rows = range(call.query.shape[2])
+    queries, merged = Piece(rows, rows, None), MergedOutputs(call.query, call.value)
+    for piece in pieces:
+        whole = rows, piece.positions
+        for q, k in split_at_overlap(*whole) if prefix else [whole]:
+            keys = piece.part(k)
+            part = BlockCall(call, Block(queries.part(q), keys, keys.rows))
+            merged.add(part.forward(for_backward=False), part.rows)
     return merged
-
-
-def _partial(call: AttentionCall, queries: slice, rows: slice, mask: MaskSpec) -> AttentionOutputs:
-    """Return the partial result of some queries and rows of the cache."""
-    part = replace(
-        call,
-        query=call.query[:, :, queries],
-        key=call.key[:, :, rows],
-        value=call.value[:, :, rows],
-        mask=mask,
-        options=replace(call.options, partial=True),
-    ).kernel_layout()
-    backend = select(problem_of(part, "lse"))
-    part = replace(part, mask=with_summaries(part.mask, backend.tile_summary))
-    outputs = backend.attention_fwd(part, False, True)
-    assert outputs is not None  # validated calls are not refused
-    return outputs
 
 
 def _merged(ranks: Ranks, own: MergedOutputs, call: AttentionCall) -> AttentionOutputs:

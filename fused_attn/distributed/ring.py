@@ -28,7 +28,7 @@ from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.restrict import of_positions, without_first_keys
-from fused_attn.masks.spec import MaskSpec, with_summaries
+from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import library as ops
 
 # Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
@@ -46,14 +46,15 @@ class Ring:
         ranks: the ranks that hold the queries and keys.
         plan: the plan of this rank.
         options: validated options. The seed is the same on all ranks.
-        heads: (first head, number of heads) of these heads in the complete call, for dropout.
+        heads: (first head, number of heads) of these heads in the complete call; only dropout
+            needs them.
         backend: name of the backend that the caller requested, or None.
     """
 
     ranks: Ranks
     plan: Plan
     options: AttentionOptions
-    heads: tuple[int, int]
+    heads: tuple[int, int] = (0, 0)
     backend: str | None = None
 
 
@@ -84,9 +85,10 @@ class _Ring(Function):
         spec = mask.with_tensors(mask_tensors)
         merged = MergedOutputs(query, value)
         for _, step, (k, v) in _received(setting, key, value):
+            call = AttentionCall(query, k, v, spec, setting.options)
             for block in step.blocks:
-                part = _Block(query, k, v, spec, setting, block)
-                merged.add(part.forward(), part.rows)
+                part = BlockCall(call, block, setting.heads, setting.backend)
+                merged.add(part.forward(for_backward=True), part.rows)
         outputs = merged.finish(query.dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, *outputs, *mask_tensors)
@@ -129,8 +131,9 @@ class _RingBackward(Function):
         for s, step, (k, v) in _received(setting, key, value):
             of_rows = sums.rows if s == 0 else _buffer(sums.rows, step.wanted).zero_()
             of_keys, of_values = of_rows.split([k.shape[3], v.shape[3]], dim=3)
+            call = AttentionCall(query, k, v, spec, setting.options)
             for block in step.blocks:
-                part = _Block(query, k, v, spec, setting, block)
+                part = BlockCall(call, block, setting.heads, setting.backend)
                 grads = part.backward(outputs, grad_out, grad_lse, needs_bias)
                 sums.query[:, :, part.rows] += grads.query
                 of_keys[:, :, part.columns] += grads.key[:, :, part.padding :]
@@ -259,8 +262,12 @@ class _Gradients:
         return tuple(s if s is None else s.to(d) for s, d in zip(sums, self._dtypes, strict=True))
 
 
-class _Block:
+class BlockCall:
     """One kernel call: a block of queries of this rank and received keys.
+
+    Args:
+        call: all queries of this rank, all received keys, and the mask of all positions.
+        heads, backend: as in `Ring`.
 
     Attributes:
         rows: query rows of the block.
@@ -270,32 +277,37 @@ class _Block:
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, ring: Ring, block: Block
+        self,
+        call: AttentionCall,
+        block: Block,
+        heads: tuple[int, int] = (0, 0),
+        backend: str | None = None,
     ) -> None:
         queries, keys = block.queries, block.keys.positions
         self.rows, self.columns = _slice(queries.rows), _slice(block.received)
-        q, k, v = query[:, :, self.rows], key[:, :, self.columns], value[:, :, self.columns]
-        options = replace(ring.options, partial=True)
+        q = call.query[:, :, self.rows]
+        k, v = (t[:, :, self.columns] for t in (call.key, call.value))
+        options = replace(call.options, partial=True)
         drops = options.dropout_p > 0.0
         self.padding = keys.start % DECISIONS if drops else 0
         padded = range(keys.start - self.padding, keys.stop)
-        own = of_positions(mask, queries.positions, padded, queries.sequence)
+        own = of_positions(call.mask, queries.positions, padded, queries.sequence)
         if self.padding:
             k, v = (torch.nn.functional.pad(t, (0, 0, self.padding, 0)) for t in (k, v))
             own = without_first_keys(own, self.padding, (len(q), q.shape[2], k.shape[2]), q.device)
         if drops:
-            head0, total = ring.heads
+            head0, total = heads
             options.dropout_offsets = attention_offsets(
                 len(q), row0=queries.positions.start, key0=padded.start, head0=head0,
                 num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
             )  # fmt: skip
-        call = AttentionCall(q, k, v, own, options).kernel_layout()
-        self._backend: Backend = select(problem_of(call, "lse"), ring.backend)
-        self._call = replace(call, mask=with_summaries(call.mask, self._backend.tile_summary))
+        call = AttentionCall(q, k, v, own, options)
+        self._backend: Backend = select(problem_of(call, "lse"), backend)
+        self._call = self._backend.kernel_layout(call)
 
-    def forward(self) -> AttentionOutputs:
+    def forward(self, for_backward: bool) -> AttentionOutputs:
         """Return the partial result of the block."""
-        return ops.attention_fwd(self._call, self._backend, True, True)
+        return ops.attention_fwd(self._call, self._backend, for_backward, want_lse=True)
 
     def backward(
         self,

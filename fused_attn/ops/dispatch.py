@@ -6,7 +6,6 @@ backend that `select` returns.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from fused_attn.call.handlers import (
 )
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
-from fused_attn.masks.spec import MaskSpec, with_summaries
+from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import autograd
 from fused_attn.ops import library as ops
 from fused_attn.ops.seeds import new_seed
@@ -153,7 +152,7 @@ def run_attention(
         outputs = backend.attention_fwd(call, False, want_lse)
         assert outputs is not None  # validated calls are not refused
         return outputs[:2]
-    call = _kernel_layout(call, backend)
+    call = backend.kernel_layout(call)
     if not needs_grad(*call.tensors()):
         return ops.attention_fwd(call, backend, False, want_lse)[:2]
     results = autograd.attention(call, backend, None, 2 if want_lse else 1)
@@ -174,7 +173,7 @@ def run_weights(call: AttentionCall, average: bool, backend: Backend) -> tuple[T
     call = _seeded(call, backend)
     if backend.differentiable:
         return backend.attention_with_weights(call, average)
-    call = _kernel_layout(call, backend)
+    call = backend.kernel_layout(call)
     trains = needs_grad(*call.tensors())
     if trains:
         out, lse, lse_residual = autograd.attention(call, backend, None, 3)
@@ -274,10 +273,3 @@ def _seeded(call: Any, backend: Backend) -> Any:
     if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
     return with_options(call, seed=new_seed(call.tensors()[0].device))
-
-
-def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
-    """Return the call in `kernel_layout()`, with tile summaries of its dense tensors."""
-    call = call.kernel_layout()
-    mask = with_summaries(call.mask, backend.tile_summary)
-    return call if mask is call.mask else replace(call, mask=mask)

@@ -28,7 +28,7 @@ from fused_attn.call.calls import (
     WeightsBackward,
 )
 from fused_attn.call.packed import check_cu_seqlens
-from fused_attn.call.validation import check_length
+from fused_attn.call.validation import check_heads, check_length
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.tables import WORD
 from fused_attn.ops import decompositions, flops, seeds
@@ -229,7 +229,7 @@ def _check_attention(call: AttentionCall) -> None:
     query, key, value, spec = call.query, call.key, call.value, call.mask
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError("query, key and value must have 4 dimensions")
-    num_heads, num_heads_kv, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    num_heads, head_dim = query.shape[1], query.shape[3]
     if (
         key.shape[0] != query.shape[0]
         or key.shape[3] != head_dim
@@ -240,10 +240,7 @@ def _check_attention(call: AttentionCall) -> None:
             "query and key must have the same batch size and head_dim, and value the batch size, "
             f"num_heads and seqlen of key, got shapes {got}"
         )
-    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
-        raise ValueError(
-            f"num_heads_kv of key must divide num_heads of query, {num_heads}, got {num_heads_kv}"
-        )
+    check_heads("key", query, key)
     batch, seqlen_q, seqlen_k = call.sizes()
     check_length(seqlen_q, seqlen_k)
     if spec.cu_seqlens_q is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fused_attn import functional, masks
 from fused_attn.backends import AttentionProblem, NormProblem, use_backend
 from fused_attn.backends.problem import Problem
+from fused_attn.backends.registry import wanted_backend
 from fused_attn.backends.verdicts import ProblemClass, classes_of
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
@@ -40,7 +41,6 @@ from fused_attn.tools.cases import (
     sequence_lengths,
 )
 from fused_attn.tools.contract import Finding
-from fused_attn.tools.merging import merged_attention
 from fused_attn.varlen import varlen_attention
 
 Call = Callable[..., Any]
@@ -223,7 +223,8 @@ class AttentionCheck(Check):
 class PartialCheck(AttentionCheck):
     """Check of partial results (`AttentionOptions.partial`) over two parts of the keys.
 
-    The parts are merged and must satisfy the contract of an ordinary call. Partial problems have no
+    The parts are merged as in ring attention, or as in distributed decoding without gradients. The
+    result must satisfy the contract of an ordinary call. Partial problems have no
     separate class: a failure rules out the class of the same problem with ordinary results.
     """
 
@@ -233,11 +234,11 @@ class PartialCheck(AttentionCheck):
         shape, softcap = Shape.parse(self.shape), self.softcap or 0.0
         bias = self._bias(device) if self.bias else None
         mask = _both(make_mask(self.mask, shape, device), bias)
-        options = AttentionOptions(shape.head_dim**-0.5, softcap, partial=True)
+        options = AttentionOptions(shape.head_dim**-0.5, softcap, decoding=not self.gradients)
 
         def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             spec = normalize(mask, *shape.scores, query)
-            return merged_attention(AttentionCall(query, key, value, spec, options))
+            return _of_two_parts(AttentionCall(query, key, value, spec, options), self.gradients)
 
         return merged
 
@@ -391,6 +392,22 @@ def attend(
     return functional.scaled_dot_product_attention(
         query, key, value, mask, enable_gqa=True, **options
     )
+
+
+def _of_two_parts(call: AttentionCall, gradients: bool) -> Tensor:
+    """Return out of distributed attention on one rank, whose first part has a third of the keys."""
+    from fused_attn.distributed import decode, plan, ranks, ring  # imports torch.distributed
+
+    rows, keys = range(call.query.shape[2]), range(call.key.shape[2])
+    middle = len(keys) // 3 + 1
+    pieces = [plan.Piece(part, part, None) for part in (keys[:middle], keys[middle:])]
+    if not gradients:
+        return decode.own_part(call, pieces, prefix=False).finish(call.query.dtype).out
+    queries = plan.Piece(rows, rows, None)
+    step = plan.Step(tuple(plan.Block(queries, piece, piece.rows) for piece in pieces), (), ())
+    rank, of_rank = ranks.Ranks(None, 0, 1), plan.Plan((queries,), (step,))
+    setting = ring.Ring(rank, of_rank, call.options, backend=wanted_backend())
+    return ring.ring(call.query, call.key, call.value, call.mask, setting)[0]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Hide the verdicts that `fused-attn verify` stored on this machine from the tests."""
+    """Prevent the tests from reading verdicts that `fused-attn verify` stored on this machine."""
     nowhere = tmp_path_factory.getbasetemp() / "verdicts"
     verdicts.folder = lambda: nowhere
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Seed every test, so that its draws do not depend on test order."""
+    """Seed every test, so that its random numbers do not depend on test order."""
     use_draw(request.config.getoption("--draw"))
 
 
@@ -59,7 +59,7 @@ def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on the kernels of each instruction set that this CPU has.
 
-    A test or a file selects some of them by parametrize("isa", ..., indirect=True).
+    A test or a file selects some of them with parametrize("isa", ..., indirect=True).
     """
     if not runnable(request.param):
         pytest.skip(f"reason: this CPU has no {request.param}")

@@ -168,7 +168,7 @@ def test_options(options, arch):
 
 
 def test_lengths_do_not_compile_kernels_anew():
-    """Calls of different lengths, as with a growing KV cache, reuse the compiled kernels."""
+    """Calls with different lengths, as with a growing KV cache, reuse the compiled kernels."""
     served: dict[str, set[str]] = {}
     for seqlen_q, seqlen_k in (
         (1, 1),

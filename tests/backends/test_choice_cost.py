@@ -1,4 +1,4 @@
-"""The choice of a backend is cached, so that repeated calls do not repeat its cost."""
+"""The selected backend is cached, so repeated calls do not pay for the selection again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.addaudithook(note)  # a hook cannot be removed, so there is one for the modu
 @pytest.mark.parametrize("head_dim", [64, 264, 512])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
-    """A repeated call accesses no files, such as package metadata, whatever its head_dim."""
+    """For any head_dim, a repeated call reads no files, such as package metadata."""
     query = torch.randn(1, 2, 4, head_dim, requires_grad=requires_grad)
 
     def call():
@@ -41,7 +41,7 @@ def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
 
 
 def test_settings_that_decide_are_not_cached(monkeypatch):
-    """The cached choice of a backend depends on torch's deterministic mode."""
+    """Backend selection is cached separately for each setting of torch's deterministic mode."""
     from fused_attn.backends import AttentionProblem, registry, select
 
     problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)

@@ -51,7 +51,7 @@ def run(module: ModuleType, kernel: str, tensors: list[torch.Tensor], **argument
 
 
 def lines_of(text: str) -> list[int]:
-    """Return the line numbers of the kernels' source that contain a text."""
+    """Return the numbers of the lines in the kernels' source that contain a text."""
     return [number for number, line in enumerate(SOURCE, 1) if text in line]
 
 
@@ -66,7 +66,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix product by the emulated kernel and in float64; rows past the end are NaN."""
+    """Multiply matrices in the emulated kernel and in float64; rows after the last are NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])
@@ -159,7 +159,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """Return the error messages of a mistake for 8 seeds; each seed must detect it."""
+    """Return the error messages that a mistake causes with 8 seeds; each seed must detect it."""
     messages = []
     for seed in range(8):
         settings(seed)

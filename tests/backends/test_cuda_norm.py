@@ -1,6 +1,6 @@
-"""CUDA norms of shapes that test_norm.py does not cover.
+"""CUDA norms for shapes that test_norm.py does not cover.
 
-Blocks process several rounds of rows. Some rows are wide, misaligned or of odd sizes.
+Blocks process several rounds of rows. Some rows are wide, misaligned or odd-sized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
-    """Limit the backward to two blocks, which then process rows in several rounds."""
+    """Limit the backward to two blocks, so that each processes several rounds of rows."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 1)
 
 

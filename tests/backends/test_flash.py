@@ -38,7 +38,7 @@ def install(monkeypatch):
 
 
 def drawn(number, with_alibi):
-    """Return the arguments of a random call: (query, key, value), keywords, and padding keys."""
+    """Return a random call: (query, key, value), keyword arguments, and a mask of padding keys."""
     draw = random.Random(number)
     torch.manual_seed(number)
     heads_kv = draw.choice([1, 2])
@@ -152,7 +152,7 @@ def check(number, engine):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_problems(install, name):
-    """At least 200 of 330 random calls are supported, and these give the reference's results."""
+    """At least 200 of 330 random calls are supported, and their results match the reference."""
     install(name)
     taken = sum(bool(check(number, ENGINES[name])) for number in range(330))
     assert taken >= 200, taken

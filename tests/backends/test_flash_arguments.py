@@ -78,7 +78,7 @@ def test_rows_stay_in_place(install):
 
 
 def test_top_left_causal_over_padding_keys(install):
-    """Rows after the last real key attend to all real keys, so a second call computes them."""
+    """A second call computes the queries after the last real key, which attend to all real keys."""
     install("flash-attn")
     query = torch.randn(2, 2, 10, 16, dtype=torch.float64)
     mask = masks.causal() & masks.padding([4, 10])
@@ -93,7 +93,7 @@ def test_top_left_causal_over_padding_keys(install):
 @pytest.mark.parametrize("sides", [(9, 5), (9, -1), (-1, 4)], ids=str)
 @pytest.mark.parametrize("seqlen_k", [12, 15])
 def test_top_left_window_over_left_padding(install, sides, seqlen_k):
-    """A top-left window over left padding is supported: all sequences end at the last position."""
+    """Top-left windows support left padding, because all sequences end at the last position."""
     install("flash-attn-4")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (12, seqlen_k))
     mask = masks.sliding_window(*sides) & masks.padding([5, 11], side="left")
@@ -108,7 +108,7 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 
 
 def test_one_query(install):
-    """One query is passed with max_seqlen_q 2: for 1, flash-attn 2 assumes one row per sequence."""
+    """One query uses max_seqlen_q=2: with 1, flash-attn 2 assumes one row per sequence."""
     install("flash-attn")
     query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
     got, wanted = (

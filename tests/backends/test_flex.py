@@ -304,7 +304,7 @@ def test_gradient_of_a_bias_is_refused_if_it_must_be_deterministic():
 
 
 def test_limit_of_compilations(monkeypatch):
-    """At the limit on compiled variants, new kinds of calls run on the reference with a warning."""
+    """Beyond the limit on compiled variants, new kinds of calls run on the reference and warn."""
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
@@ -361,7 +361,7 @@ def test_selected_by_name_only():
 
 
 def large(**properties):
-    """Return a problem on a GPU that torch's SDPA does not support, with 1 GiB of scores."""
+    """Return a GPU problem with large scores and softcap, which torch's SDPA does not support."""
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
     return AttentionProblem(
         torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}
@@ -393,7 +393,7 @@ def test_not_the_default_where_it_was_found_wrong(monkeypatch):
 
 
 def test_large_scores_are_counted():
-    """large_scores is set if torch's SDPA does not support a call and its scores are large."""
+    """large_scores is set only if torch's SDPA does not support a call and its scores are large."""
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)

@@ -85,7 +85,7 @@ def test_not_available_without_the_package():
 
 
 def operands_of(mask, batch):
-    """Return variant and operands of a mask; "packed" is three causal packed sequences."""
+    """Return the variant and operands of a mask; "packed" stands for three causal sequences."""
     query = torch.empty(batch, 2, 300, 16)
     if mask == "packed":
         starts = torch.tensor([0, 100, 150, 300])

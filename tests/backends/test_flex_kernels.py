@@ -68,7 +68,7 @@ class Problem:
         self.grads = [draw(batch, heads[0], sizes[0], 16), draw(batch, heads[0], sizes[0])]
 
     def call(self, dtype=None):
-        """Return the call with tensors of a dtype; a bias is float32 if that dtype has 16 bits."""
+        """Return the call with its tensors in a dtype; with 16-bit dtypes, a bias is float32."""
         dtype = self.dtype if dtype is None else dtype
         tensors = {n: t.to(dtype).requires_grad_() for n, t in self.tensors.items() if n != BIAS}
         mask = self.mask
@@ -92,7 +92,7 @@ class Problem:
         return leaves | ({BIAS: call.mask.bias} if BIAS in self.tensors else {})
 
     def of_reference(self, dtype):
-        """Return out, lse and the gradients of eager attention, computed in a dtype."""
+        """Return out, lse and the gradients of eager attention in a dtype, by name."""
         call = self.call(dtype)
         out, lse = reference.attention(call)
         unmasked = lse > float("-inf")
@@ -111,7 +111,7 @@ class Problem:
         return tensors, [self.grads[0].to(self.dtype), self.grads[1].masked_fill(empty, 0.0)]
 
     def named(self, results):
-        """Return the results of the generated code as a dict by name."""
+        """Convert the results of the generated code to a dict of tensors by name."""
         out, lse, grads = results
         tensors = flat_tensors(self.call())[1]
         places = {"query": 0, "key": 1, "value": 2}
@@ -167,7 +167,7 @@ def lowered(tmp_path_factory):
 
 @pytest.mark.parametrize("name", names("gqa_softcap_bias"))
 def test_values_and_gradients(name, lowered, tmp_path):
-    """Interpreted, the GPU kernels give out, lse and gradients within the numerics contract."""
+    """In the interpreter, the kernels' results and gradients are within the numerics contract."""
     problem = PROBLEMS[name]
     results = interpret([lowered(name)], [problem.to_run()], tmp_path)[0]
     got = problem.named(results)
@@ -177,7 +177,7 @@ def test_values_and_gradients(name, lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_other_sizes(lowered, tmp_path):
-    """Code generated for one batch size and pair of lengths gives correct results for others."""
+    """Code generated for one batch size and one pair of lengths is also correct for others."""
     mask = masks.sliding_window(30, 9) & masks.padding([290, 0, 77], [200, 150, 200])
     other = Problem(mask, sizes=(200, 290), batch=3)
     results = interpret([lowered("window_lengths")], [other.to_run()], tmp_path)[0]

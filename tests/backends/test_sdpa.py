@@ -53,7 +53,7 @@ def test_masks(make):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_causal_mask_and_negative_scale(return_lse):
-    """A causal mask gives no NaN with a negative scale, as it does in torch's CPU kernel."""
+    """Causal attention with a negative scale matches eager; torch's CPU kernel returns NaN."""
     options = {"is_causal": True, "scale": -0.3, "return_lse": return_lse}
     results = [
         fa.scaled_dot_product_attention(*qkv(grad=False), **options, backend=backend)
@@ -63,7 +63,7 @@ def test_causal_mask_and_negative_scale(return_lse):
 
 
 def test_lse_of_transposed_columns():
-    """Operands whose last dimension is not contiguous have the right out and lse."""
+    """out and lse are correct for operands whose last dimension is not contiguous."""
     tensors = [t.mT.contiguous().mT for t in qkv(grad=False)]
     got, expected = (
         fa.scaled_dot_product_attention(*tensors, return_lse=True, backend=backend)
@@ -155,7 +155,7 @@ def test_weights(name, average):
 
 
 def test_a_learned_bias_is_never_kept():
-    """A learned bias is not cached, even as a view of a constant tensor."""
+    """A learned bias is not cached, even if it is a view of a constant tensor."""
     q, k, v = qkv()
     bias = torch.randn(33, 47)
     bias[0] = float("-inf")
@@ -350,8 +350,8 @@ def test_compiles(mask):
 def test_devices(device_type, kind):
     """On simulated devices without kernels, the default backend is torch's SDPA, with a warning.
 
-    Calls run at most as many operations as a direct call of torch's function. Softcap runs on
-    eager attention.
+    A call runs at most as many operations as a direct call to torch's function. Calls with softcap
+    run on eager attention.
     """
     backend, count, torchs, warning = device_table.row(device_type, kind)
     assert backend == ("eager" if kind == "softcap" else "sdpa")

@@ -55,7 +55,7 @@ def test_masks_that_torch_accepts_are_freed():
 
 
 def test_few_slices_of_a_mask_are_kept(monkeypatch):
-    """Few derived masks stay in memory, because each may be as large as its source."""
+    """At most 10 derived masks stay in memory, because each may be as large as its source."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
     kept = weakref.WeakSet()
     bool_or = torch.Tensor.__or__

@@ -1,4 +1,4 @@
-"""Triton norms of rows that span several chunks, and with weights of a different dtype."""
+"""Triton norms with rows that span several chunks, and with weights of a different dtype."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_tiles_are_listed_where_ranges_do_not_suffice(name):
 
 @triton.jit
 def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store the kinds that `query_tiles` gives a column of tiles in kinds[batch, num_m, num_n]."""
+    """Store the kinds of a column of tiles, by `query_tiles`, in kinds[batch, num_m, num_n]."""
     b, n = tl.program_id(0), tl.program_id(1)
     bounds = sequence_bounds(mask, sizes, b)
     lo, hi, full_lo, full_hi = query_tiles(
@@ -130,7 +130,7 @@ def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N
     ids="-".join,
 )
 def test_columns_of_tiles_agree_with_rows(names):
-    """The dK/dV kernel, which classifies tiles by columns, finds the full tiles of the dQ kernel.
+    """The dK/dV kernel, which classifies tiles by columns, agrees with the dQ kernel on full tiles.
 
     It skips every tile that the dQ kernel skips, and no tile that has a visible element.
     """

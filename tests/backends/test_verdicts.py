@@ -168,7 +168,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
 
 
 def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
-    """With a stored verdict, calls of other classes still skip validation and run on torch."""
+    """With a stored verdict, calls in other classes still skip validation and run on torch."""
     stored()
     monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
@@ -395,7 +395,7 @@ def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypa
 
 
 def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
-    """If reading the machine's identity fails, verdicts are ignored, and the reason is given."""
+    """If the machine's identity cannot be read, verdicts are ignored, and the reason is given."""
     stored()
     monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
     verdicts.read_again()
@@ -427,7 +427,7 @@ def test_folder_is_the_users_cache():
 
 
 def marked(x, backend):
-    """Return x + 1 if the backend is the default, else x + 2."""
+    """Return x + 1 if the backend may be the default for x's sizes, or x + 2 if it is opt-in."""
     sizes = {"seqlen_q": x.shape[2], "seqlen_k": x.shape[2]}
     own = AttentionProblem(x.device, x.dtype, x.shape[3], x.shape[3], **sizes)
     return x + (2 if backend.opt_in_reasons(own) else 1)

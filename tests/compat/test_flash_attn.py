@@ -49,7 +49,7 @@ def qkv(seqlen_q, seqlen_k):
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request):
-    """Return query, key and value, and the arguments of flash-attn that define the mask."""
+    """Return (query, key, value), and flash-attn's arguments for mask, ALiBi and softcap."""
     causal, window_size, alibi, softcap, lengths = request.param
     slopes = torch.rand(HEADS) if alibi else None
     names = {"causal": causal, "window_size": window_size}
@@ -61,7 +61,7 @@ def ends(lengths):
 
 
 def pages_of(rows, used, page_size=2):
-    """Return pages in a random order, with `used` rows of each sequence, and the block table."""
+    """Return pages in random order that hold `used` rows of each sequence, and the block table."""
     count = -(-rows.shape[1] // page_size)
     table = torch.randperm(3 * count)[: 2 * count].view(2, count)
     pages = torch.full((3 * count, page_size, *rows.shape[2:]), float("nan"))

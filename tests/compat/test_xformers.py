@@ -98,7 +98,7 @@ def lengths_of(mask):
 
 
 def expected_mask(mask, rule, keys, total):
-    """Return the mask (total_q, total_k) of a rule, by loops over all positions."""
+    """Return the (total_q, total_k) mask of a rule, evaluated in loops over all positions."""
     lengths = lengths_of(mask)
     dense = torch.full((sum(lengths), total), float("-inf"))
     start = 0
@@ -358,7 +358,7 @@ def test_no_argument_is_ignored():
         attend(q, k, v, torch.zeros(5, 5))
 
     class Own(attn_bias.LowerTriangularMask):
-        """Subclass that may override materialize, which would be ignored."""
+        """Subclass that could override materialize; it is refused, as overrides are not called."""
 
     with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.Own"):
         attend(q, k, v, Own())

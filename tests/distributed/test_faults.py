@@ -1,4 +1,4 @@
-"""Mistakes and failures of one rank are errors on all ranks, never a hang."""
+"""If one rank makes a mistake or fails, all ranks raise an error instead of hanging."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def spec_of(mask, shape):
 
 
 def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
-    """Return visible pairs and score bias as full tensors; masked terms are 0."""
+    """Return visible pairs and score bias as full tensors; the bias is 0 for masked pairs."""
     sizes = batch, heads, seqlen_q, seqlen_k
     visible, bias = materialize(spec, *sizes, CPU, torch.float64)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
@@ -38,7 +38,7 @@ def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
 
 
 def numbers(count, most):
-    """Return the indices of random problems; those from `count` to `most` are thorough."""
+    """Return the indices of `most` random problems; all after the first `count` are thorough."""
     return [
         *range(count),
         *(pytest.param(n, marks=pytest.mark.thorough) for n in range(count, most)),

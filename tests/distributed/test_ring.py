@@ -71,7 +71,7 @@ def test_every_mask(name, method, ranks):
 
 
 def sampled(pairs, every):
-    """Return all pairs, and mark all but one in `every` as thorough."""
+    """Return all pairs as parameters; all but every `every`-th are marked as thorough."""
     return [
         pytest.param(*pair, marks=[] if i % every == 0 else pytest.mark.thorough)
         for i, pair in enumerate(pairs)
@@ -92,7 +92,7 @@ def test_pairs_of_masks(first, second, ranks):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [(10, 3), (0, 0)])
 def test_ranks_without_visible_keys(lengths, method, ranks):
-    """Results are right if visible keys are on the first rank only, or on no rank."""
+    """Results are correct if visible keys are on the first rank only, or on no rank."""
     mask = masks.padding(torch.tensor(lengths), torch.tensor(lengths))
     sharding = Sharding.contiguous(LENGTH, RANKS)
     name, mesh = METHODS[method]
@@ -190,7 +190,7 @@ def test_two_runs_are_equal_bit_by_bit(method, ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_number_of_steps_in_flight(method, ranks):
-    """The number of steps in flight does not change any bit of the results."""
+    """Results are bitwise identical for any number of steps in flight."""
     tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
     given = [*tensors.values(), None]
     grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
@@ -226,14 +226,14 @@ def test_second_derivatives_are_refused(ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cross_attention_without_positions(method, ranks):
-    """Without positions, cross-attention is right if some ranks have as many queries as keys."""
+    """Without positions, cross-attention is correct if some ranks have as many queries as keys."""
     assert ranks.run(cross_attention, *METHODS[method]) == [True] * 4
 
 
 @pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, LENGTH_K)])
 @pytest.mark.parametrize("method", METHODS)
 def test_positions_as_tensors(method, lengths, ranks):
-    """Positions as one tensor, or as a pair for queries and keys, give the results of Shardings."""
+    """Positions given as one tensor, or as one each for queries and keys, act like Shardings."""
     queries = shardings(4, lengths[0])
     both = queries, queries if lengths[0] == lengths[1] else shardings(3, lengths[1])
     assert ranks.run(positions_as_tensors, *METHODS[method], both) == [True] * 4

@@ -19,9 +19,9 @@ STEPS = 30
 
 
 def training(prepare: curves.Prepare, fault: float = 0.0) -> list[float]:
-    """Return the loss of each step of training a small attention layer.
+    """Train a small attention layer, and return the loss of each step.
 
-    Except on eager, queries have the relative error `fault`.
+    On all backends except eager, queries are scaled by 1 + fault.
     """
     model = prepare(torch.nn.Linear(8, 24))
     x = torch.randn(4, 1, 9, 8).to(model.weight.dtype)

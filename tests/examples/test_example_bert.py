@@ -50,7 +50,7 @@ def test_validation_holds_out_others():
 
 
 def scores_of(accuracy, texts, seeds, words=1):
-    """Draw scores of texts with 1 to `words` labels each, right with probability `accuracy`."""
+    """Draw scores for texts with 1 to `words` labels, each correct with probability `accuracy`."""
     labels = torch.arange(texts) % words + 1.0
     rights = [torch.binomial(labels, torch.full((texts,), accuracy)) for _ in range(seeds)]
     return [bert_tasks.Score(right, labels, 0.0) for right in rights]
@@ -100,7 +100,7 @@ def test_segments_and_padding():
 
 
 class Numbers:
-    """Tokenizer of lines of numbers, in which each number is its token id."""
+    """Tokenizer for lines of numbers, in which each number is a token ID."""
 
     def get_vocab_size(self):
         return VOCAB

@@ -23,7 +23,7 @@ SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
 
 @pytest.mark.thorough
 def test_two_processes_give_the_losses_of_one(tmp_path):
-    """Two processes compute the losses of one, and only one of them prints the results."""
+    """Two processes give the losses of a single process, and only one of them prints results."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "gpt_parallel.py")]
     done = subprocess.run(

@@ -13,14 +13,14 @@ NAMES = ("bert", "gpt", "rnn", "transfer", "translate", "vit")
 
 
 def timeless(figures: Any) -> Any:
-    """Return the figures except times and rates, whose names contain "second"."""
+    """Return the figures without times and rates, whose names contain "second"."""
     if isinstance(figures, dict):
         return {k: timeless(v) for k, v in figures.items() if "second" not in k}
     return [timeless(v) for v in figures] if isinstance(figures, list) else figures
 
 
 def losses(printed: str) -> dict[str, float]:
-    """Return the last loss of each training, by title."""
+    """Return the last printed loss of each training run, by title."""
     found = re.findall(r"^(.*): step \d+ of \d+, loss ([\d.]+)", printed, re.MULTILINE)
     return {title: float(loss) for title, loss in found}
 

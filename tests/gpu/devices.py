@@ -23,12 +23,12 @@ COMPILER = "inductor" if ON_GPU else "aot_eager"  # Inductor's C++ takes minutes
 
 
 def named(backend: str) -> str | None:
-    """Return the argument `backend` of the package's functions; None for the default."""
+    """Return the value to pass to the package's functions as `backend`; None for the default."""
     return None if backend == DEFAULT else backend
 
 
 def by_torch(backend: str) -> bool:
-    """Return True if torch's kernels compute the calls that they support on a backend."""
+    """Return True if a backend runs torch's kernels for the calls that they support."""
     return backend == "sdpa" or (backend == DEFAULT and ON_GPU)
 
 

@@ -26,7 +26,7 @@ def moved(value, dtype=None, device=DEVICE):
 
 
 def results(module, args, kwargs, dtype, device):
-    """Return outputs and gradients of a copy of a module, on the CPU."""
+    """Run a copy of a module on a device; return its outputs and gradients on the CPU."""
     copied = copy.deepcopy(module).to(device, dtype)
     args = tuple(moved(a, dtype, device) for a in args)
     kwargs = {k: moved(v, dtype, device) for k, v in kwargs.items()}
@@ -47,7 +47,7 @@ def findings_of(got, eager, truth, rerun=None):
 
 
 def check(fused, theirs, args, kwargs):
-    """Check a module on DEVICE against torch's on the CPU, in float32 and float64."""
+    """Check a float32 module on DEVICE against torch's on the CPU, in float32 and float64."""
     single = functools.partial(results, theirs, args, kwargs, torch.float32, "cpu")
     truth = results(theirs, args, kwargs, torch.float64, "cpu")
     got = results(fused, args, kwargs, torch.float32, DEVICE)

@@ -53,8 +53,8 @@ def assert_judged(
     """Assert that results on DEVICE are as accurate as those of eager attention on the CPU.
 
     Args:
-        function: returns the function of the tensors that runs on a backend, from its name.
-        truth: function of the reference, if that differs.
+        function: given the name of a backend, returns a function of the tensors that runs on it.
+        truth: used in place of `function` for the reference.
         gradients: also check the gradients of all tensors.
 
     Returns:
@@ -77,7 +77,7 @@ def _run(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Results:
-    """Return the outputs of a function without gradients, on the CPU."""
+    """Run a function without gradients, and return its outputs on the CPU."""
     copies = {name: t.to(device, dtype, copy=True) for name, t in tensors.items()}
     with torch.no_grad(), dropout_seed(7):
         outputs = function(**copies)
@@ -88,8 +88,8 @@ def attention(mask: Any = None, **options: Any) -> Function:
     """Return function(backend)(query, key, value, mask=None) for `assert_judged`.
 
     Args:
-        mask: a Mask, or a function of (device, dtype) that returns a mask tensor. Pass a mask with
-            gradients to the returned function instead.
+        mask: a Mask, or a function of (device, dtype) that returns a mask tensor. Pass a mask that
+            requires grad to the returned function instead.
         options: keyword arguments of scaled_dot_product_attention.
     """
 
@@ -114,7 +114,7 @@ def attention(mask: Any = None, **options: Any) -> Function:
 
 
 def as_torch_rounds(mask: Mask, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Mask:
-    """Return a mask whose bias is rounded to the dtype of the scores, as torch rounds it.
+    """Return a mask whose bias is rounded to the dtype of the scores, as in torch.
 
     Args:
         sizes: (batch, num_heads, seqlen_q, seqlen_k).

@@ -23,7 +23,7 @@ def checks_of(backend: str) -> list[Check]:
 
 
 def short_id(backend: str, check: Check) -> str:
-    """Return backend, dtype and the values of a check, such as sdpa-bf16-Norm-rows3-columns16."""
+    """Return a test ID with a check's backend, dtype and values: sdpa-bf16-Norm-rows3-columns16."""
     kind, _, values = repr(check).rstrip(")").partition("(")
     words = [SHORT[check.dtype], kind.removesuffix("Check")]
     for text in values.split(", "):

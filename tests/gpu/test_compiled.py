@@ -37,7 +37,7 @@ def leaves(dtype=torch.float32):
 
 
 def attend(mask, *tensors):
-    """Return out of a call on the default backend, and the gradients of its operands."""
+    """Call attention on the default backend; return out and the gradients of the operands."""
     out = fa.scaled_dot_product_attention(*tensors, mask)
     return out, *torch.autograd.grad(out.double().square().sum(), tensors)
 
@@ -91,7 +91,7 @@ def test_compiled_encoder():
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_cuda_graph(name, dtype):
-    """A replayed graph computes forward and backward of the operands' new values."""
+    """A replayed graph computes the forward and backward for the operands' new values."""
     mask, tensors = MASKS[name]().to(DEVICE), leaves(dtype)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -53,7 +53,7 @@ MASKS = {
 
 
 def called(how, mask, leaves):
-    """Return out of an attention call made in one of the ways that users call it."""
+    """Call attention in one of the ways that users do, and return out."""
     if how == "enabled":
         with fa.enabled():
             return F.scaled_dot_product_attention(*leaves, mask)
@@ -63,7 +63,7 @@ def called(how, mask, leaves):
 @pytest.mark.parametrize("how", ["sdpa", "default", "enabled"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_with_gradients(name, how):
-    """With a mask tensor and gradients, cuDNN does not run in either pass if it is denylisted."""
+    """If denylisted, cuDNN runs neither pass of a call with a mask tensor and gradients."""
     mask = MASKS[name]()
     if how == "enabled" and isinstance(mask, masks.Mask):
         pytest.skip("reason: torch's function takes tensors only")

@@ -70,7 +70,7 @@ def test_decode(host, seqlen_new, page_size, dtype, backend):
 @every_dtype
 @kinds
 def test_norm_dropout_by_the_generator(kind, dtype, backend):
-    """Equal seeds give equal bits, and the share of dropped elements is close to dropout_p."""
+    """Equal seeds give bitwise identical results; the dropped share is close to dropout_p."""
     tensors = [t.to(DEVICE, dtype) for t in tensors_of(kind, (64, 96), True, False).values()]
     leaves, function = [t.requires_grad_() for t in tensors], getattr(fa, kind)
 

@@ -150,7 +150,7 @@ def low(tensors):
 @pytest.mark.parametrize("seqlen_k", [64, 192, 320])
 @pytest.mark.parametrize("kind", ["bool", "float", "padding"])
 def test_lengths_that_cudnn_computes_wrongly(kind, seqlen_k, dtype, backend):
-    """Masked calls with a very negative lse have correct results, where cuDNN has wrong ones.
+    """Masked calls with a very negative lse are correct, although cuDNN's results are wrong.
 
     https://github.com/pytorch/pytorch/issues/196678
     """
@@ -171,7 +171,10 @@ def test_lengths_that_cudnn_computes_wrongly(kind, seqlen_k, dtype, backend):
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("mask", [None, masks.padding([70, 20])], ids=["none", "padding"])
 def test_one_query(mask, gradients, dtype, backend):
-    """One query with a low lse is right: https://github.com/NVIDIA/cudnn-frontend/issues/1072."""
+    """One query with a very negative lse gives correct results.
+
+    https://github.com/NVIDIA/cudnn-frontend/issues/1072
+    """
     tensors = qkv(64, sizes=(2, 4, 1, 70), num_heads_kv=4)
     for given in (tensors, low(tensors)):
         got = assert_judged(attention(mask), given, dtype, backend, gradients=gradients)
@@ -201,7 +204,7 @@ def test_empty(mask, sizes, dtype, backend):
 @every_dtype
 @three_masks
 def test_dropout_by_the_generator(mask, dtype, backend):
-    """Equal seeds of torch's generator give equal results and gradients."""
+    """With the same seed of torch's generator, results and gradients are bitwise identical."""
     leaves = [t.to(DEVICE, dtype).requires_grad_() for t in qkv().values()]
     given = None if mask is None else mask.to(DEVICE)
 

@@ -129,7 +129,7 @@ def write_tree(source: str, tree: Path, mutants: dict[str, dict[int, Mutant]]) -
 def _mentioned(text: str, tree: Path, mutants: Sequence[Mutant], what: str) -> set[int]:
     """Return the mutants in whose lines the compiler reports something."""
     found = re.findall(rf"{tree}/(\S+?):(\d+)(?::\d+)?{what}", text)
-    lines = {(path, int(line)) for path, line in found}
+    lines = {(os.path.normpath(path), int(line)) for path, line in found}
     return {n for n, mutant in enumerate(mutants, 1) if (mutant.path, mutant.line) in lines}
 
 

@@ -20,7 +20,7 @@ def prompts():
 
 
 def in_batches(model, **options):
-    """Return tokens of continuous batching with small pages and batches, which split prompts."""
+    """Return tokens of continuous batching, with prompts split across small pages and batches."""
     sizes = {"page_size": 8, "num_blocks": 32, "max_batch_tokens": 16, **options}
     results = model.generate_batch(
         prompts(),

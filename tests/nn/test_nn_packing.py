@@ -385,7 +385,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A padding mask of the wrong shape is an error, even if its number of elements is right."""
+    """A padding mask of the wrong shape is an error, even with the correct number of elements."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

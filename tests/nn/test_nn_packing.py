@@ -344,7 +344,7 @@ def test_compiled_packing_with_dropout(any_size):
 def test_what_graphs_do_not_pack(why, any_size):
     """Compiled graphs keep the padding with a positional mask, with a hook, or if packing is off.
 
-    With a positional mask, packing requires padding at the end, which a graph cannot know.
+    With a positional mask, packing requires padding at the end, which a graph cannot check.
     """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":

@@ -226,7 +226,7 @@ def test_threads_that_share_a_mask_share_one_summary():
 
 
 def test_bias_of_a_type_without_kernels():
-    """A float8 bias, which no kernel supports, gives the results of the same bias in float32."""
+    """A float8 bias, which no kernel supports, gives the same results as in float32."""
     x = qkv(1, 2, 8, 16)
     mask = masks.bias(torch.ones(8, 8).to(torch.float8_e5m2))
     got = F.scaled_dot_product_attention(*x, mask)

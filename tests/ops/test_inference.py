@@ -1,4 +1,4 @@
-"""Calls without a backward, which have separate kernels on some instruction sets."""
+"""Calls without gradients, which run on separate kernels on some instruction sets."""
 
 from __future__ import annotations
 

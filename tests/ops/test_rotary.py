@@ -185,7 +185,7 @@ def test_errors(change, error, message):
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_rotated_cache(masked, paged, seqlen_new, lengths):
-    """decode_attention with rotary tables gives the outputs and caches of pre-rotated operands."""
+    """decode_attention with rotary tables gives the outputs and caches of a pre-rotated call."""
     if not seqlen_new and not min(lengths):
         pytest.skip("reason: no keys at all")
     draw = drawn(8)

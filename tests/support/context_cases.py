@@ -146,7 +146,7 @@ def step_of_style(length: int, mask, checkpoint: str) -> dict:
 
 
 def unshard_gradient(length: int, mesh: tuple) -> Tensor:
-    """Return the gradient of a loss that all ranks compute, for the complete tensor."""
+    """Return the gradient of the complete tensor, summed over ranks, for a loss on each rank."""
     whole = torch.arange(length * 3.0).view(1, length, 3).requires_grad_()
     sharding = distributed.Sharding.of_lengths([length - 5, 0, 2, 3])
     args = [1], sharding

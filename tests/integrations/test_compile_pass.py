@@ -351,7 +351,7 @@ def test_under_autocast():
 @pytest.mark.small_calls
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_small_attention_is_left_to_inductor(needs_grad):
-    """Attention over 40 tokens is left to Inductor, as is that over 128 tokens with gradients."""
+    """Attention is left to Inductor over 40 tokens, and over 128 tokens if it needs gradients."""
     for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
         given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]

@@ -230,7 +230,7 @@ def test_empty_tensors(dtype, backend):
     ],
 )  # fmt: skip
 def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch):
-    """NaN or Inf in fully masked keys and values gives results bitwise identical to zeros."""
+    """Results are bitwise identical if fully masked keys and values are NaN or Inf instead of 0."""
     # By default, CUDA kernels sum the gradients of 16-bit queries in no fixed order.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     batch, seqlen_q, seqlen_k = 2, 75, 210

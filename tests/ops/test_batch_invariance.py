@@ -169,7 +169,7 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
 
 
 def test_packed_batch(isa):
-    """Packing leaves results bitwise identical if the CPU kernels prefetch the next head."""
+    """Packing leaves results bitwise identical even if the CPU kernels prefetch the next head."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, vectors compute short sequences")
     lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
@@ -179,7 +179,7 @@ def test_packed_batch(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_packed_prompts_and_decoding_steps(dtype, isa):
-    """Packing leaves results bitwise identical if sequences of a batch run on different kernels."""
+    """Packing leaves results bitwise identical even if sequences run on different kernels."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, vectors compute short sequences")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]

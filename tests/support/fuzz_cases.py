@@ -56,7 +56,7 @@ worst: dict[str, float] = {}  # largest error of each op, as a fraction of its l
 
 
 def scaled(tensor: Tensor, size: str, case: Case) -> Tensor:
-    """Scale standard normal values by a number, or to the smallest or largest of the dtype."""
+    """Scale standard normal values by a number, or to the dtype's smallest or largest numbers."""
     dtype = getattr(torch, case["dtype"])
     tensor = tensor.to(torch.promote_types(dtype, torch.float32))
     if size == "tiny":  # most values are subnormal

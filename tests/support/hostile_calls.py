@@ -291,7 +291,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, bool]:
-    """Return a description of what a hostile call did, and True if that is permitted."""
+    """Return what a hostile call did, as text, and True if that is permitted."""
     copies = dict(given)
     for name, value in given.items():
         if name.endswith("_cache") and type(value) is Tensor and value.numel() < 1 << 20:

@@ -14,7 +14,7 @@ LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
 
 
 def modules():
-    """Return callables that accept a nested tensor, by name."""
+    """Return a dict of functions and modules that accept a nested tensor."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()

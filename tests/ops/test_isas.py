@@ -79,7 +79,7 @@ def total_of(input, residual):
 
 
 def test_float16_conversions_are_those_of_the_processor(isa):
-    """Conversions to and from 16-bit types round as torch's do, and keep infinity and NaN."""
+    """Conversions to and from 16-bit types round as torch's do, and preserve infinity and NaN."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)

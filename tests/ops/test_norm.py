@@ -191,7 +191,7 @@ def test_layouts_that_are_compiled(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
-    """layer_norm is within the numerics contract if sums of squares would cancel (large mean)."""
+    """layer_norm is within the contract for large means, where sums of squares would cancel."""
     tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 

@@ -175,7 +175,7 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
 
     def eager(own):
-        """Return the gradient of eager attention; `Reference` calls it with several dtypes."""
+        """Return the bias gradient of eager attention in the dtype that `Reference` passes."""
         wide = own if own.itemsize > 2 else torch.float32
         leaf = bias.to(wide).cpu().requires_grad_()
         tensors = {n: getattr(call, n).to("cpu", own) for n in ("query", "key", "value")}

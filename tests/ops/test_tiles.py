@@ -1,4 +1,4 @@
-"""Fully masked tiles are skipped, and fully visible tiles read no mask."""
+"""Fully masked tiles are skipped, and no mask is read for fully visible tiles."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """After SIGTERM, results.json has the finished test and marks all others as skipped."""
+    """After SIGTERM, results.json contains the finished test and marks all others as skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (

@@ -1,4 +1,4 @@
-"""Random cases of norms, activations and modules, and OPS, which has all kinds of cases."""
+"""Random cases of norms, activations and modules, and OPS, the table of all kinds of cases."""
 
 from __future__ import annotations
 

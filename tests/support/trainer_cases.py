@@ -29,7 +29,7 @@ IGNORED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def llama(swap: bool, **options: Any) -> transformers.LlamaForCausalLM:
-    """Return a model in float64, the same in every process."""
+    """Return a float64 model with the same parameters in every process."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,

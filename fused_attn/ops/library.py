@@ -168,10 +168,12 @@ def _run_attention_bwd(
     lows = [out_residual] if out.dtype.itemsize == 2 else []
     if any(t.shape != shape for t in (grad_out, out, *lows)):
         raise ValueError(
-            f"out, grad_out and (for 16-bit types) out_residual must have shape {shape}"
+            f"out, grad_out and (for 16-bit types) out_residual must have shape {shape}, "
+            f"got {_shapes(out, grad_out, *lows)}"
         )
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
-        raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
+        got = _shapes(lse, lse_residual, grad_lse)
+        raise ValueError(f"lse and its gradient must have shape {tuple(rows)}, got {got}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
     work = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
     grads = _accepted(get_backend(backend).attention_bwd(work))
@@ -189,7 +191,8 @@ def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
     work = WeightsBackward(call, *rest[:-1])
     _check_weights(call, work.lse, work.lse_residual)
     if work.grad_weights.shape != call.weights_shape(work.average):
-        raise ValueError(f"grad_weights must have shape {call.weights_shape(work.average)}")
+        shape, got = call.weights_shape(work.average), tuple(work.grad_weights.shape)
+        raise ValueError(f"grad_weights must have shape {shape}, got {got}")
     work = work._replace(call=call.kernel_layout())
     return get_backend(rest[-1]).attention_weights_bwd(work)
 
@@ -197,9 +200,11 @@ def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     input, residual = call.input, call.residual
     if input.dim() == 0 or (residual is not None and residual.shape != input.shape):
-        raise ValueError("input and residual must have the same shape (*, columns)")
+        got = _shapes(input, residual)
+        raise ValueError(f"input and residual must have the same shape (*, columns), got {got}")
     if any(t is not None and t.shape != input.shape[-1:] for t in (call.weight, call.bias)):
-        raise ValueError("weight and bias must have shape (columns,)")
+        got = _shapes(call.weight, call.bias)
+        raise ValueError(f"weight and bias must have shape ({input.shape[-1]},), got {got}")
     _check_dropout(call)
     outputs = _accepted(get_backend(backend).norm_fwd(call, True, call.has_total))
     return outputs.without_none()
@@ -210,12 +215,18 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
     total, weight, mean, rstd = call.input, call.weight, work.mean, work.rstd
     grads = work.grad_out, work.grad_total
     if total.dim() == 0 or any(t is not None and t.shape != total.shape for t in grads):
-        raise ValueError("total, grad_out and grad_total must have the same shape (*, columns)")
+        raise ValueError(
+            "total, grad_out and grad_total must have the same shape (*, columns), "
+            f"got {_shapes(total, *grads)}"
+        )
     statistics = (rstd,) if call.options.rms else (mean, rstd)
     if any(t.shape != (call.rows,) for t in statistics) or (
         weight is not None and weight.shape != total.shape[-1:]
     ):
-        raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
+        raise ValueError(
+            f"mean and rstd must have shape ({call.rows},), weight ({total.shape[-1]},), "
+            f"got {_shapes(mean, rstd, weight)}"
+        )
     _check_dropout(call)
     work = work._replace(mean=mean.contiguous(), rstd=rstd.contiguous())
     return _norm_gradients(work, get_backend(rest[-1])).without_none()
@@ -228,14 +239,15 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
 def _check_attention(call: AttentionCall) -> None:
     query, key, value, spec = call.query, call.key, call.value, call.mask
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError("query, key and value must have 4 dimensions")
+        got = _shapes(query, key, value)
+        raise ValueError(f"query, key and value must have 4 dimensions, got shapes {got}")
     num_heads, head_dim = query.shape[1], query.shape[3]
     if (
         key.shape[0] != query.shape[0]
         or key.shape[3] != head_dim
         or value.shape[:3] != key.shape[:3]
     ):
-        got = [tuple(t.shape) for t in (query, key, value)]
+        got = _shapes(query, key, value)
         raise ValueError(
             "query and key must have the same batch size and head_dim, and value the batch size, "
             f"num_heads and seqlen of key, got shapes {got}"
@@ -249,7 +261,8 @@ def _check_attention(call: AttentionCall) -> None:
         check_cu_seqlens("cu_seqlens_q", spec.cu_seqlens_q, seqlen_q, query.shape[2])
         check_cu_seqlens("cu_seqlens_k", spec.cu_seqlens_k, seqlen_k, key.shape[2])
         if spec.cu_seqlens_k.shape[0] != batch + 1:
-            raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
+            got = _shapes(spec.cu_seqlens_k)
+            raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},), got {got}")
     sizes: dict[str, Any] = {"b": batch, "h": num_heads, "q": seqlen_q, "k": seqlen_k}
     sizes["w"] = -(-seqlen_k // WORD)
     for name, dims in TENSORS.items():
@@ -276,9 +289,14 @@ def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> No
         raise ValueError(f"lse and lse_residual must have shape {expected}, got {got}")
 
 
+def _shapes(*tensors: Tensor | None) -> str:
+    """Return the shapes of tensors as text, for error messages."""
+    return ", ".join("None" if t is None else str(tuple(t.shape)) for t in tensors)
+
+
 def _check_dropout(call: AttentionCall | NormCall) -> None:
     if call.options.dropout_p > 0.0 and call.options.seed is None:
-        raise ValueError("seed must be given with dropout_p > 0")
+        raise ValueError("seed must be given with dropout_p > 0, got None")
     offsets = call.options.dropout_offsets
     if offsets is None:
         return

@@ -66,7 +66,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply matrices in the emulated kernel and in float64; rows after the last are NaN."""
+    """Multiply matrices with the emulated kernel and in float64; rows beyond m are NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])

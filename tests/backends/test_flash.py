@@ -98,7 +98,7 @@ def drawn_packed(number, with_alibi):
 
 
 def results(function, arguments, options, backend, want_lse, gradients):
-    """Return out, lse if requested, and gradients of a loss on both."""
+    """Return out, lse if requested, and the gradients of a loss that includes both."""
     tensors, rest = arguments[:3], arguments[3:]
     leaves = [t.detach().requires_grad_(gradients) for t in tensors]
     got = function(*leaves, *rest, **options, return_lse=want_lse, backend=backend)

@@ -202,7 +202,7 @@ def test_torch_compile(install):
 
 
 def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options):
-    """Compute causal or full attention over packed rows in torch operations, as one graph."""
+    """Compute causal or full attention over packed rows, with traceable torch operations."""
     rows = [torch.arange(len(t)) for t in (q, k)]
     ends = [c[1:].contiguous() for c in (cu_seqlens_q, cu_seqlens_k)]
     ids = [torch.searchsorted(e, row, right=True) for e, row in zip(ends, rows, strict=True)]

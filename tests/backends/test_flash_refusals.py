@@ -45,7 +45,7 @@ def arguments_of(source, name):
 
 @pytest.mark.parametrize("name", flash_models.FILES)
 def test_signatures(name):
-    """Each stand-in has the arguments of the original function, if that engine is installed."""
+    """Each stand-in has the same arguments as the original, if that engine is installed."""
     try:
         original = metadata.distribution(name).locate_file(flash_models.FILES[name]).read_text()
     except (metadata.PackageNotFoundError, FileNotFoundError):

@@ -104,7 +104,7 @@ def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkey
 @pytest.mark.parametrize("backend", ["sdpa", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unchecked_under_autocast(backend, dtype, monkeypatch):
-    """Under autocast, calls skip validation and run in its dtype; int operands are refused."""
+    """Under autocast, calls skip validation and run in the autocast dtype; int is refused."""
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
@@ -318,7 +318,7 @@ def test_torchs_inference_path_is_kept():
 
 
 def test_with_enable():
-    """backend="sdpa" runs torch's kernels while enable() has patched torch's function."""
+    """backend="sdpa" runs torch's kernels even while torch's function is patched by enable()."""
     q, k, v = qkv(grad=False)
     expected = F.scaled_dot_product_attention(q, k, v)
     with fa.enabled():

@@ -145,7 +145,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 
 def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
-    """Learned and constant biases have separate verdicts, also under enabled()."""
+    """Learned and constant biases have separate verdicts, even under enabled()."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
@@ -483,7 +483,7 @@ def test_registry_asks_in_order(stand_in):
 
 
 def test_the_driver_without_its_file(monkeypatch):
-    """If a container hides /proc/driver, the driver's library gives the version."""
+    """If a container hides /proc/driver, the version is read from the driver's library."""
 
     class Library:
         def cuDriverGetVersion(self, version):  # noqa: N802

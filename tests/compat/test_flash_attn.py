@@ -208,7 +208,7 @@ def test_no_argument_is_ignored():
 
 
 def test_signatures():
-    """Positional arguments have the order of flash-attn 2.8."""
+    """Positional arguments are in the same order as in flash-attn 2.8."""
     order = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     names = [*inspect.signature(flash_attn.flash_attn_func).parameters]
     assert names[3:11] == [*order.split(), "return_attn_probs"]

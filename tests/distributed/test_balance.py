@@ -120,7 +120,7 @@ def test_every_position_has_one_rank(length, name):
 
 
 def test_keys_of_the_same_document_stay_together():
-    """Ranks receive far fewer keys than if chunks were assigned without regard to documents."""
+    """Ranks receive far fewer keys than if chunks were assigned by their amount of work alone."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
     visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))

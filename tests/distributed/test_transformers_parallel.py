@@ -1,4 +1,4 @@
-"""Training of a transformers Llama with packed rows distributed over ranks, also by Trainer."""
+"""Training of a transformers Llama on packed rows over several ranks, with and without Trainer."""
 
 from __future__ import annotations
 

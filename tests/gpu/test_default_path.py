@@ -83,7 +83,7 @@ def mask_tensor(name, kind, device, dtype):
 @pytest.mark.parametrize("kind", ["bool", "float", "float32"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_mask_tensors(name, kind, dtype, backend):
-    """Masks of any layout meet the numerics contract, even in float32 for 16-bit queries."""
+    """Masks of any layout meet the numerics contract, even float32 masks with 16-bit queries."""
     mask = functools.partial(mask_tensor, name, kind)
     assert_judged(attention(mask), qkv(), dtype, backend)
 

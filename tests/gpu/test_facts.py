@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_machine(record_property):
-    """The device adds two numbers correctly; the GPU, its driver and versions are recorded."""
+    """The device adds two numbers correctly; the GPU, driver and package versions are recorded."""
     assert torch.ones(2, device=DEVICE).sum().item() == 2.0
     facts = {"driver": verdicts._driver(), **doctor.machine(), **doctor.versions()}
     if ON_GPU:

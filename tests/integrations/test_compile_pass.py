@@ -314,7 +314,7 @@ def test_what_is_something_else_stays(way, reason):
 
 
 def test_inductor_and_sizes_that_change():
-    """In torch.compile's options, the pass fuses attention with symbolic lengths in training."""
+    """The pass, in torch.compile's options, fuses attention with varying lengths in training."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
@@ -351,7 +351,7 @@ def test_under_autocast():
 @pytest.mark.small_calls
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_small_attention_is_left_to_inductor(needs_grad):
-    """Attention over 40 tokens is left to Inductor, and over 128 tokens if it needs gradients."""
+    """Attention is left to Inductor over 40 tokens, and over 128 tokens if it needs gradients."""
     for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
         given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]

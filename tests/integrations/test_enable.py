@@ -213,7 +213,7 @@ def test_fully_masked_rows_are_zero():
 
 @pytest.mark.small_calls
 def test_nan_reaches_its_row():
-    """A NaN query yields NaN, also over fewer than 16 keys, where torch's kernel returns 0."""
+    """A NaN query yields NaN, even over fewer than 16 keys, where torch's kernel returns 0."""
     query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
     query[0, 0, 1] = float("nan")
     with torch.no_grad(), fused_attn.enabled():

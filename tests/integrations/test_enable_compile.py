@@ -130,7 +130,7 @@ def test_compiled_graphs_do_not_change():
 
 
 def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
-    """Compile caches keep graphs with and without enable() apart, by a tag in the cache key."""
+    """Compile caches distinguish graphs with and without enable() by a tag in the cache key."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
     hits = torch._dynamo.utils.counters["aot_autograd"]

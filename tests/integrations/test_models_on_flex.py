@@ -51,7 +51,7 @@ def calls(monkeypatch):
 
 
 def compared(model, **inputs):
-    """Return the last hidden states of a model, and those after a swap, on the backend "flex"."""
+    """Return a model's last hidden states after a swap, on the backend "flex", and before it."""
     model = model.eval()
     want = model(**inputs).last_hidden_state
     fused_attn.swap_modules(model)

@@ -199,7 +199,7 @@ def test_norms_of_unknown_code_are_left_alone():
             return hidden_states * self.weight
 
     class ChangedRMSNorm(torch.nn.Module):
-        """Norm with the module, name and attributes of Llama's norm, but another formula."""
+        """Norm with the module, name and attributes of Llama's norm, but a different formula."""
 
         __module__ = class_of("LlamaRMSNorm").__module__
 

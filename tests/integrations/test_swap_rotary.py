@@ -182,7 +182,7 @@ def test_functions_of_other_code_are_not_known():
     assert code(LLAMA.apply_rotary_pos_emb) in rotary._known()
 
     def other_default(q, k, cos, sin, unsqueeze_dim=2):
-        """Rotate tensors of another layout."""
+        """Stand-in for a rotary function whose default layout differs."""
 
     other_default.__code__ = LLAMA.apply_rotary_pos_emb.__code__
     assert code(other_default) not in rotary._known()

@@ -47,7 +47,7 @@ def timm():
 
 @pytest.fixture(params=MODELS)
 def case(request, timm):
-    """Return a model in float64, images, and its numbers of attention calls and norms."""
+    """Return a float64 model, images, and the model's numbers of attention calls and norms."""
     torch.manual_seed(0)
     name, options, calls, norms = MODELS[request.param]
     model = timm.create_model(name, **SMALL, **options).double()

@@ -1,4 +1,4 @@
-"""Models with int8 weights of torchao, swapped before or after the quantization."""
+"""Models with torchao's int8 weights, swapped before or after the quantization."""
 
 from __future__ import annotations
 

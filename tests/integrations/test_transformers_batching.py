@@ -1,4 +1,4 @@
-"""`generate_batch` of transformers returns the tokens of `generate` with eager attention."""
+"""`generate_batch` of transformers returns the same tokens as `generate` with eager attention."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def prompts():
 
 
 def in_batches(model, **options):
-    """Return tokens of continuous batching with small pages and batches, which split prompts."""
+    """Return tokens of continuous batching, with prompts split across small pages and batches."""
     sizes = {"page_size": 8, "num_blocks": 32, "max_batch_tokens": 16, **options}
     results = model.generate_batch(
         prompts(),
@@ -41,7 +41,7 @@ def one_by_one(model):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """generate_batch with our attention returns the tokens of `generate` with eager attention.
+    """generate_batch with our attention returns the same tokens as `generate` with eager.
 
     Some models have windows, softcap (Gemma2) or sinks (GptOss).
     """

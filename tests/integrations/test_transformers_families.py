@@ -203,7 +203,7 @@ def test_arguments_that_change_nothing_are_ignored(calls):
 
 
 def test_packed_sequences_may_be_told_twice():
-    """Packed calls may pass cu_seq_lens_q and _k besides position_ids, as data collators do.
+    """Packed calls may pass cu_seq_lens_q and _k along with position_ids, as data collators do.
 
     Without position_ids, cu_seq_lens are refused.
     """
@@ -223,7 +223,7 @@ def test_packed_sequences_may_be_told_twice():
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_training_without_padding(name):
-    """Packed sequences have the results and gradients of the padded batch."""
+    """Packed sequences give the same results and gradients as the padded batch."""
     model = BY_NAME[name].model("fused_attn")
     ids, positions = text()["input_ids"][:1], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     rows = torch.nn.utils.rnn.pad_sequence(ids[0].split([4, 5]), batch_first=True)

@@ -1,4 +1,4 @@
-"""`generate` of Hugging Face transformers returns the same tokens on fused_attn as on eager."""
+"""transformers' `generate` returns the same tokens with fused_attn as with eager attention."""
 
 import copy
 

@@ -191,7 +191,7 @@ WINDOW = sliding_window_overlay(2)
 )
 @pytest.mark.parametrize("offset", [0, 2])
 def test_unions_and_functions_of_users(function, condition, offset):
-    """On a CPU, unions with images and other functions become intervals of keys if they can."""
+    """On a CPU, unions and custom functions become key intervals if possible, else bit masks."""
     known = {"mask_function": function, "attention_mask": PADDING, "q_offset": offset}
     mask = make_mask(**known, use_vmap=True, allow_is_causal_skip=False)
     expected = of_transformers(**known, use_vmap=True)

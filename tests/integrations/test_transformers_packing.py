@@ -332,7 +332,7 @@ def test_compiled_models(name, fullgraph, packings):
 
 
 def test_arguments_of_models_with_rotary_embeddings(packings):
-    """Batches are packed with these arguments, unless tuples or hidden states are requested."""
+    """Gte packs a batch unless tuples or hidden states are requested or padding splits a row."""
     eager, call = model("Gte"), inputs(REAL["left"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)

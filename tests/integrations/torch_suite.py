@@ -176,7 +176,7 @@ def _unlisted(swap: str, plain: Outcomes, ours: Outcomes, rows: list[Listed]) ->
 
 
 def _errors(why: list[str]) -> list[str]:
-    """Return the lines of a pytest report with the error message."""
+    """Return the lines of a pytest report that contain the error message."""
     return [line[1:].strip() for line in why if line.startswith("E ")][:3] or why[-1:]
 
 

@@ -22,7 +22,7 @@ SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
 
 def activated(x, activation):
-    """Return the activation by formulas that do not cancel for large negative numbers."""
+    """Compute the activation with formulas that do not cancel for large negative numbers."""
     if activation == "gelu":
         return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
     if activation == "gelu_tanh":
@@ -105,7 +105,7 @@ def test_second_order(activation, dropout_p):
 
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_nan_and_infinity(activation):
-    """Elements that dropout keeps have the scaled value and slope, also for NaN and infinities."""
+    """Elements kept by dropout have the scaled value and slope, even for NaN and infinities."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
     out = activation_pass(x, None, activation, 0.25)
@@ -146,7 +146,7 @@ def test_rate_and_seed():
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_reference_is_alike(dtype, activation):
-    """The fused pass is bitwise equal to the eager reference, forward and backward."""
+    """The fused pass is bitwise identical to the eager reference, forward and backward."""
     x = torch.randn(37, 50, dtype=dtype, requires_grad=True)
     results = []
     for backend in ("cpp", "eager"):

@@ -53,7 +53,7 @@ def test_signatures_of_forward_are_those_of_torch(name):
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
 def test_stacks_of_the_same_seed(layers):
-    """With the same seed, stacks have torch's parameters, because both copy the given layer."""
+    """With the same seed, stacks have the same parameters as torch's: both copy the given layer."""
     states = []
     for namespace in (torch.nn, fnn):
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Recognition of causal mask tensors: one comparison per version, and none that synchronizes."""
+"""Causal mask tensors are recognized by one comparison per version, without synchronization."""
 
 from __future__ import annotations
 

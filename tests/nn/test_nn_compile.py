@@ -114,7 +114,7 @@ def test_compile_with_dropout():
     ],
 )
 def test_export_with_dropout(backend, strict):
-    """An encoder exported in training mode with dynamic sizes draws new dropout at each call."""
+    """An encoder exported in training mode draws a new dropout mask at each call, for any sizes."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=1)
     fused_attn.swap_modules(model)

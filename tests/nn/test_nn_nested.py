@@ -14,7 +14,7 @@ LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
 
 
 def modules():
-    """Return callables that accept a nested tensor, by name."""
+    """Return a dict of functions and modules that accept a nested tensor."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2).eval()
@@ -48,7 +48,7 @@ def test_each_sequence_is_as_by_itself(name, lengths, layout):
 
 
 def test_residuals_of_jagged_tensors():
-    """Results have the offsets of jagged inputs, so that torch adds them."""
+    """Results share the offsets of jagged inputs, so that torch can add them to the inputs."""
     rows = [torch.randn(length, WIDTH) for length in (3, 5)]
     x = torch.nested.nested_tensor(rows, layout=torch.jagged)
     attention = modules()["attention"]

@@ -344,7 +344,7 @@ def test_compiled_packing_with_dropout(any_size):
 def test_what_graphs_do_not_pack(why, any_size):
     """Compiled graphs keep the padding with a positional mask, with a hook, or if packing is off.
 
-    With a positional mask, packing requires padding at the end, which a graph cannot know.
+    With a positional mask, packing requires padding at the end, which a graph cannot check.
     """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
@@ -385,7 +385,7 @@ def test_unbatched_masks_do_not_change_the_rank():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
 def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A padding mask of the wrong shape is an error, even if its number of elements is right."""
+    """A padding mask of the wrong shape is an error, even with the correct number of elements."""
     src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True

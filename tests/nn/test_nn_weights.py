@@ -63,7 +63,7 @@ def with_weights(mask=None, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_rows_that_one_key_dominates(seed, backend):
-    """Gradients are right for a loss on the weights alone, in rows that one key dominates."""
+    """Gradients of a loss on the weights alone are correct in rows that one key dominates."""
     tensors = random_qkv(1, 1, 1, 4, 3, 64, seed=seed)
     tensors["query"] *= 80.0
 
@@ -84,7 +84,7 @@ def test_rows_that_one_key_dominates(seed, backend):
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """Out, weights and all gradients are right with several tiles, some of them masked."""
+    """out, weights and all gradients are correct with several tiles, some of them masked."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)
@@ -101,7 +101,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """With GQA, dropout and a broadcast float mask, weights and all gradients are right."""
+    """With GQA, dropout and a broadcast float mask, weights and all gradients are correct."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -156,7 +156,7 @@ def test_nan_in_masked_keys(average, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_output(backend):
-    """The returned weights include the dropout of the output; they are averaged after dropout."""
+    """The returned weights have the same dropout mask as the output; dropout precedes averaging."""
     device, p = device_of(backend), 0.4
     query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
     runs = []
@@ -276,7 +276,7 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.sampled("the average is there", average=[False])
 @AVERAGE
 def test_memory(average):
-    """The averaged weights never need a (num_heads, L, S) tensor, 67 MB here."""
+    """Averaged weights are computed without a (num_heads, L, S) tensor, 67 MB here."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "average" if average else "heads"],
         capture_output=True, text=True, check=True,
@@ -314,7 +314,7 @@ def test_module_against_torch(kind, appended, average, batch_first):
 
 
 def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
-    """need_weights=True, the default, calls a second op for the weights, with the same output."""
+    """With need_weights=True, the default, a second op returns weights; the output is unchanged."""
     calls = []
     for name in ("attention_fwd", "attention_weights"):
         real = getattr(ops, name)

@@ -82,7 +82,7 @@ def test_masks(name, dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_and_batches_that_see_other_tiles(backend):
-    """Results are right if tiles are fully masked in only some heads or only some sequences."""
+    """Results are correct if tiles are fully masked in only some heads or only some sequences."""
     shape = (2, 4, 2, 130, 260)
     key = torch.arange(260)
     of_heads = key // 64 != torch.arange(4)[:, None, None]
@@ -109,7 +109,7 @@ def test_small_weights_are_accurate(backend):
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_beyond_the_keys(rows):
-    """Bits after the last key may be set, one row may apply to all queries, with any strides."""
+    """A bit mask may have bits set after the last key, one row for all queries, and any strides."""
     table = packed(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
     table[..., -1] |= -1 << 139 % 64
     mask, tensors = Mask(bits=(table.mT.contiguous().mT,)), random_qkv(2, 2, 1, 70, 139, 16)
@@ -150,7 +150,7 @@ def test_softcap_and_dropout(mask, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_scale_and_strides(dtype, backend):
-    """Transposed tensors, slices and a last dimension with stride 2 give the right result."""
+    """Results are correct for transposed tensors, slices and a last dimension with stride 2."""
     tensors = random_qkv(2, 4, 2, 37, 90, 48, transposed=True)
     assert_like_eager(attention(scale=0.3, enable_gqa=True), tensors, dtype, backend)
     device = device_of(backend)
@@ -242,7 +242,7 @@ def test_empty_tensors(dtype, backend):
     ],
 )  # fmt: skip
 def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch):
-    """NaN and Inf in fully masked keys and values give the same bits as zeros there."""
+    """Results are bitwise identical if fully masked keys and values are NaN or Inf instead of 0."""
     # By default, CUDA kernels sum the gradients of 16-bit queries in no fixed order.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     batch, seqlen_q, seqlen_k = 2, 75, 210
@@ -350,7 +350,7 @@ HIDDEN_ROWS = {  # masks in which queries 20 to 39 see no key
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_rows_without_visible_keys(kind, dtype, backend):
-    """Their output and gradients are 0, and their lse is -inf."""
+    """Queries without visible keys have output 0, gradient 0 and lse -inf."""
     leaves = leaves_of(random_qkv(1, 2, 2, 70, 90, 16).values(), dtype, backend)
     mask = HIDDEN_ROWS[kind]
     mask = mask.to(leaves[0].device) if isinstance(mask, torch.Tensor) else mask

@@ -1,4 +1,4 @@
-"""On CPUs, a sequence gives the same bits alone, in any batch and on any number of threads."""
+"""On CPUs, a sequence's results are bitwise identical in any batch and with any thread count."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_decoding(first, isa):
 
 
 def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
-    """Assert that sequences give the same bits in a padded batch and alone.
+    """Assert that sequences give bitwise identical results in a padded batch and alone.
 
-    There are 8 heads: with fewer, the backward splits the keys, which changes the bits of dQ.
+    With fewer than 8 heads, the backward would split the keys, which changes the rounding of dQ.
     """
     shape = len(lengths), 8, max(lengths), dim
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
@@ -136,7 +136,7 @@ def test_prefill_and_gradients(lengths, dtype, isa):
 
 
 def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: torch.dtype) -> None:
-    """Assert that sequences with 8 heads give the same bits packed together and alone."""
+    """Assert that sequences with 8 heads give bitwise identical results packed and alone."""
     ends_q, ends_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
     rows = [sum(lengths_q), sum(lengths_k), sum(lengths_k), sum(lengths_q)]
     tensors = [torch.randn(n, 8, dim, generator=drawn(i)).to(dtype) for i, n in enumerate(rows)]
@@ -169,7 +169,7 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
 
 
 def test_packed_batch(isa):
-    """Packing changes no bit in a batch so large that the CPU kernels prefetch the next head."""
+    """Packing leaves results bitwise identical even if the CPU kernels prefetch the next head."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, vectors compute short sequences")
     lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
@@ -179,7 +179,7 @@ def test_packed_batch(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_packed_prompts_and_decoding_steps(dtype, isa):
-    """Packing changes no bit if different kernels compute the sequences of one batch."""
+    """Packing leaves results bitwise identical even if sequences run on different kernels."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, vectors compute short sequences")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]

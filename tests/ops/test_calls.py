@@ -50,7 +50,7 @@ def call(q, k, v, mask, **options):
     ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
 )
 def test_masks_in_turn(make, options, grad):
-    """A call does not reuse values cached for another mask, or before a change in place."""
+    """A call does not reuse values cached for another mask, or before its mask changed in place."""
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     first = make()
     call(*tensors, first, **options)
@@ -107,7 +107,7 @@ def test_options_that_may_change():
 
 
 def test_pooled_outputs_are_their_own():
-    """Large outputs come from a pool, but outputs that are alive never share memory."""
+    """Large outputs come from a memory pool, but live outputs never share memory."""
     q, k, v = qkv(2, 8, 512, 64)
     kept = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
     again = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
@@ -205,7 +205,7 @@ def test_a_residual_gives_the_same_with_its_sum_and_without():
 
 
 def test_threads_that_share_a_mask_share_one_summary():
-    """A second thread does not free the summary that the first thread's kernel reads."""
+    """If two threads summarize a mask at the same time, both use the same summary."""
     backend, both = get_backend("cpp"), threading.Barrier(2)
     summarize = type(backend).tile_summary
 
@@ -226,7 +226,7 @@ def test_threads_that_share_a_mask_share_one_summary():
 
 
 def test_bias_of_a_type_without_kernels():
-    """A float8 bias, which no kernel supports, gives the results of the same bias in float32."""
+    """A float8 bias, which no kernel supports, gives the same results as in float32."""
     x = qkv(1, 2, 8, 16)
     mask = masks.bias(torch.ones(8, 8).to(torch.float8_e5m2))
     got = F.scaled_dot_product_attention(*x, mask)

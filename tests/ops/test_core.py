@@ -79,7 +79,7 @@ def test_a_new_field_is_one_line():
 
 
 def test_kernels_read_every_field():
-    """The compiled modules know each field of the Python classes."""
+    """The compiled modules have the same fields as the Python classes."""
     check_fields(_cpu.FIELDS)
     nested = {"mask": MaskSpec, "options": AttentionOptions}
     every = [f for cls in (AttentionCall, *nested.values()) for f in fields(cls)]
@@ -125,7 +125,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
 
 
 def test_without_the_c_functions_of_torch():
-    """Without DLPack's C API (torch < 2.10), calls read Python attributes and give equal bits."""
+    """Without DLPack's C API, which torch < 2.10 lacks, results are bitwise identical."""
     tensors = [torch.randn(2, 3, 9, 16, dtype=t) for t in (torch.float32, torch.bfloat16)]
     mask = torch.rand(2, 1, 9, 9) > 0.3
     backend = registry.get_backend("cpp")

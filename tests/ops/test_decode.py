@@ -71,7 +71,7 @@ def test_compiled_calls_take_it_too():
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
 def test_isas(group, seqlen_q, isa, dtype):
-    """Decoding is within the numerics contract, also for more rows than one query tile has."""
+    """Decoding is within the numerics contract, even with more rows than one query tile has."""
     shape = (1, 2 * group, 2, seqlen_q, 1000)
     check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
     check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
@@ -155,7 +155,7 @@ def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
 @pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_that_share_keys_see_others(rows, kind, backend):
-    """Results are right if a tile is visible to only one head of a group, or to none."""
+    """Results are correct if a tile is visible to only one head of a group, or to none."""
     seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
     seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
     seen[1, :, :, 128:256] = True

@@ -110,7 +110,7 @@ def cached(lengths, new, layout, mask=None, **options):
 
 
 def check_cached(shape, new, layout, dtype, backend, mask=None, **options):
-    """Check decoding of a shape (num_heads, num_heads_kv, seqlen_q, head_dim, head_dim_v)."""
+    """Check decoding for a shape (num_heads, num_heads_kv, seqlen_q, head_dim, head_dim_v)."""
     num_heads, num_heads_kv, seqlen_q, *dims = shape
     tensors = random_qkv(3, num_heads, num_heads_kv, seqlen_q, CAPACITY, *dims)
     function = cached(LENGTHS[new], new, layout, mask, **options)
@@ -176,7 +176,7 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_decoding_step_by_step(backend):
-    """Prefill and decoding steps give the rows of one causal call if lengths change in place."""
+    """Prefill and decoding steps match the rows of one causal call if lengths change in place."""
     tensors = random_qkv(2, 4, 2, 24, 24, 16)
     query, key, value = (t.to(device_of(backend)) for t in tensors.values())
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -292,7 +292,7 @@ def test_errors_of_caches(changes, message):
 
 @pytest.mark.parametrize("attn_mask", [None, torch.zeros(3, 40)], ids=["plain", "masked"])
 def test_calls_that_other_code_intercepts(attn_mask):
-    """Steps are never counted, and refused where calls are computed on several ranks."""
+    """Decoding steps are not counted by stats(), and are refused if calls run on several ranks."""
     arguments = _arguments(attn_mask=attn_mask)
     with fused_attn.stats() as counts:
         fused_attn.decode_attention(**arguments)

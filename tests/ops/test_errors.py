@@ -379,14 +379,14 @@ def test_torch_itself_refuses_gradients_of_a_bool_mask():
 
 
 def test_unknown_field_is_an_error():
-    """The C++ binding refuses fields that it does not know."""
+    """The C++ binding refuses unknown fields."""
     x, summary = torch.randn(1, 1, 4, 8), torch.empty(1, 1, 1, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="the kernels do not read the fields no_such_field"):
         _cpu.tile_summary(tensor=x, summary=summary, no_such_field=1)
 
 
 def test_unknown_field_of_a_call_is_an_error():
-    """check_fields raises ImportError if the compiled module does not know a field of a call."""
+    """check_fields raises ImportError if the compiled module lacks a field of a call."""
     known = set(_cpu.FIELDS)
     check_fields(known)
     with pytest.raises(ImportError, match="does not read the call fields dense, softcap"):

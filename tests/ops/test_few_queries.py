@@ -29,7 +29,7 @@ def test_sizes(seqlen_q, seqlen_k, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_block_that_only_the_last_queries_leave(dtype, isa):
-    """All of 8 queries decide whether a block is fully visible, also where tiles hold only 4."""
+    """A block counts as full only if visible to all 8 queries, even where tiles hold only 4."""
     tensors = random_qkv(1, 2, 2, 8, 190, 64)
     window = masks.sliding_window(121, 0, align="bottom_right")
     assert_like_eager(attention(window), tensors, dtype, "cpp")

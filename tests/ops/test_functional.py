@@ -139,7 +139,7 @@ def test_numbers_as_torch_takes_them(name):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_parts_of_the_keys_make_the_whole(backend):
-    """Outputs over parts of the keys merge, through lse, to the output over all keys.
+    """Outputs over parts of the keys, merged with lse, equal the output over all keys.
 
     Gradients are compared too. One part masks all keys of a row.
     """

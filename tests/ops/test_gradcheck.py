@@ -112,7 +112,7 @@ def test_third_order(backend):
 
 
 def gradients_of(function):
-    """Return function(backend) that returns the gradients of another function's outputs."""
+    """Return function(backend) that computes the gradients of a loss on a function's outputs."""
 
     def of(backend):
         def call(**leaves):
@@ -127,7 +127,7 @@ def gradients_of(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_of_attention(dropout_p, backend):
-    """Second-order gradients are within the contract, and drop what the forward dropped."""
+    """Second-order gradients are within the contract, with the dropout mask of the forward."""
     tensors = random_qkv(2, 4, 2, 20, 50, 16)
     tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
     function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)

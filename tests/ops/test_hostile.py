@@ -1,4 +1,4 @@
-"""Hostile arguments give a right result or an exception, never a crash (docs/security.md)."""
+"""Hostile arguments give a correct result or an exception, never a crash (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fused_attn.masks.spec import NO_MASK, MaskSpec
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "part"), [("cpp", 0), ("cpp", 1), ("cuda", 0)])
 def test_hostile_calls(backend, part):
-    """Thousands of calls, in a process of their own: the last line names a call that crashed."""
+    """Thousands of calls run in a separate process; if one crashes, the last line names it."""
     if backend == "cuda" and not cuda.emulated():
         pytest.skip("reason: CUDA_EMULATED is not set")
     groups = [*hostile_calls.public(), *hostile_calls.bindings()][part::2]
@@ -59,7 +59,7 @@ def direct(spec: MaskSpec = NO_MASK, query: torch.Tensor | None = None) -> torch
     ],
 )
 def test_rules_of_tables(field, table, message):
-    """A table that a kernel would read past its end is refused by the binding itself."""
+    """The binding itself refuses mask tables that would make a kernel read out of bounds."""
     with pytest.raises(ValueError, match=message):
         direct(MaskSpec(**{field: table}))
 
@@ -81,7 +81,7 @@ def test_resized_storage(size, offset):
 
 
 def test_tensors_that_another_thread_replaces():
-    """The binding holds the storage of a tensor that `set_` or `.data =` takes from it."""
+    """A call keeps a tensor's storage alive if another thread replaces it with `.data =`."""
     x, stop = torch.randn(4, 4, 512, 32), threading.Event()
     want = F.scaled_dot_product_attention(x, x, x)
 

@@ -1,4 +1,4 @@
-"""Calls without a backward, which have separate kernels on some instruction sets."""
+"""Calls without gradients, which run on separate kernels on some instruction sets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_head_dims(dtype, head_dim, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_maximum_that_rises(dtype, isa):
-    """Results are right if later KV blocks raise the row maximum so that weights are rescaled."""
+    """Results are correct if later KV blocks raise the row maximum, which rescales weights."""
     tensors = random_qkv(1, 2, 2, 64, 400, 32)
     tensors["key"] *= torch.arange(400)[:, None] // 64 * 8.0
     check(tensors, dtype)
@@ -128,7 +128,7 @@ def test_powers_of_2(name, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 3e38, 1e-30])
 def test_what_nobody_sees(hidden, dtype, isa):
-    """Results are right for any values in fully masked keys and values."""
+    """Results are correct for any values in fully masked keys and values."""
     tensors = random_qkv(2, 2, 2, 70, 139, 32)
     inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
     hide = (torch.arange(139) >= torch.tensor([[75], [139]]))[:, None, :, None]

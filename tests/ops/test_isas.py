@@ -37,7 +37,7 @@ def test_attention(name, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_rows_an_odd_number_apart(dtype, isa):
-    """Rows with an odd stride, unaligned in 16-bit types, give the bits of contiguous rows."""
+    """Results for rows with an odd stride are bitwise identical to those for contiguous rows."""
     generator = drawn(0)
     wide = [torch.randn(1, 2, 64, 65, generator=generator, dtype=dtype) for _ in range(3)]
     results = []
@@ -79,7 +79,7 @@ def total_of(input, residual):
 
 
 def test_float16_conversions_are_those_of_the_processor(isa):
-    """Conversions to and from 16-bit types round as torch's do, and keep infinity and NaN."""
+    """Conversions to and from 16-bit types round as torch's do, and preserve infinity and NaN."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)
@@ -150,7 +150,7 @@ def test_rows_that_do_not_exist_have_no_gradient(dtype, biased, isa):
 
 
 def assert_same_bits_on_threads(run):
-    """Assert that run() returns the same bits for several numbers of threads."""
+    """Assert that run() returns bitwise identical results with 1, 2 and 5 threads."""
     results = []
     for number in (1, 2, 5):
         with use_threads(number):
@@ -162,7 +162,7 @@ def assert_same_bits_on_threads(run):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_threads_do_not_change_gradients(dtype, isa):
-    """The number of threads changes no bit of gradients, even of a bias shared by the batch."""
+    """Gradients, even of a broadcast bias, are bitwise identical for any number of threads."""
     tensors = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
     bias = torch.randn(1, 4, 300, 300, generator=drawn(6))
 
@@ -179,7 +179,7 @@ def test_threads_do_not_change_gradients(dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("seqlen_k", "dropout_p"), [(500, 0.0), (3, 0.4)])
 def test_threads_do_not_change_inference(seqlen_k, dropout_p, dtype, isa):
-    """The number of threads changes no bit of inference, even with a NaN among the values."""
+    """Inference is bitwise identical for any number of threads, even with a NaN in value."""
     tensors = random_qkv(1, 2, 1, 520, seqlen_k, 32)
     tensors["value"] *= 2.0 ** (torch.arange(seqlen_k)[:, None] // 64 % 4 * 3)
     tensors["value"][0, 0, seqlen_k // 2, 5] = torch.nan

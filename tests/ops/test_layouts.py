@@ -26,7 +26,7 @@ every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 def lying(order, device="cpu", shape=SHAPE):
-    """Return a tensor of the shape whose dimensions are stored in the given order."""
+    """Return a random tensor of a shape, with its dimensions stored in the given order."""
     places = [order.index(dim) for dim in range(len(order))]
     return torch.randn([shape[dim] for dim in order], device=device).permute(places)
 

@@ -59,7 +59,7 @@ def test_triton_reads_or_refuses_each_tensor(name):
 
 
 def test_rows_that_tables_mask_are_known_to_torch():
-    """Rows that a table masks entirely are not passed to torch's kernels, which may give NaN."""
+    """Rows that a table masks fully are marked as empty, because torch's kernels may return NaN."""
     nothing = torch.zeros(1, 1, 5, 2, dtype=torch.int64)
     for spec in (MaskSpec(intervals=nothing), MaskSpec(bits=nothing[..., :1])):
         arguments = torch_arguments.torch_arguments(spec, (2, 3, 5, 7), torch.empty(0))
@@ -92,7 +92,7 @@ def test_the_tables_are_complete():
     ],
 )
 def test_kernels_refuse_tables_of_other_types(name, table):
-    """A table whose elements are smaller than the kernel's would be read beyond its end."""
+    """A table with a wrong dtype is refused, because a kernel could read past its end."""
     query = torch.zeros(2, 3, 5, 8)
     call = AttentionCall(query, query, query, MaskSpec(**{name: table}), AttentionOptions(0.3))
     with pytest.raises(ValueError, match=f"{name} must be (int64|float32)"):

@@ -55,7 +55,7 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 def test_rows_that_leave_the_caches(shape, dtype):
     """Norms whose outputs exceed the CPU caches are within the numerics contract.
 
-    Rows are aligned to vectors in one shape, and not in the others.
+    Rows are aligned to the vector width in one shape, but not in the others.
     """
     tensors = tensors_of("layer_norm", shape, True, True)
     assert_like_eager(norm("layer_norm", dropout_p=0.25), tensors, dtype, "cpp")
@@ -64,7 +64,7 @@ def test_rows_that_leave_the_caches(shape, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
-    """With weights in the 16-bit dtype of the input, output and gradients have that dtype."""
+    """If input and weights share a 16-bit dtype, output and gradients have it too."""
     leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
     out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype
@@ -191,7 +191,7 @@ def test_layouts_that_are_compiled(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
-    """layer_norm is within the numerics contract if sums of squares would cancel (large mean)."""
+    """layer_norm is within the contract for large means, where sums of squares would cancel."""
     tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 

@@ -1,4 +1,4 @@
-"""Norms of plain tensors skip validation, and each dispatch path returns the same bits."""
+"""Norms of plain tensors skip validation; all dispatch paths give bitwise identical results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def norm(kind, input, **options):
 
 
 def trained(kind, leaves, **options):
-    """Return the results without and with grad, and gradients of all leaves for random inputs."""
+    """Return results without and with grad, and gradients for random output gradients."""
     with torch.no_grad():
         inferred = norm(kind, **leaves, **options)
     inferred = inferred if isinstance(inferred, tuple) else (inferred,)
@@ -98,7 +98,7 @@ def test_16_bit_parameters(kind, parameters, dtype, looked_at):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
-    """Every dispatch path gives the same bits for inputs and output gradients that are views."""
+    """Dispatch paths give bitwise identical results if inputs and output gradients are views."""
     whole = torch.randn(layout.whole, requires_grad=True)
     results = []
     for route in ROUTES.values():

@@ -1,4 +1,4 @@
-"""If memory runs out, calls raise exceptions, lose nothing, and later calls are right."""
+"""If memory runs out, calls raise exceptions and leak no memory, and later calls are correct."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the results; out_residual is the rounding error."""
+    """Assert that partial results round to the usual ones; out_residual is the rounding error."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)
@@ -175,7 +175,7 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
 
     def eager(own):
-        """Return the gradient of eager attention; `Reference` calls it with several dtypes."""
+        """Return the bias gradient of eager attention in the dtype that `Reference` passes."""
         wide = own if own.itemsize > 2 else torch.float32
         leaf = bias.to(wide).cpu().requires_grad_()
         tensors = {n: getattr(call, n).to("cpu", own) for n in ("query", "key", "value")}

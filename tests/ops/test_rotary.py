@@ -57,7 +57,7 @@ def rotary(
 
 
 def tables_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return random tables that are exact in 16 bits; cos and sin do not belong to one angle."""
+    """Return random tables that are exact in 16 bits; cos and sin are independent."""
     draw = drawn(5)
     cos, sin = (torch.randint(-64, 65, shape, generator=draw) / 64 for _ in range(2))
     return cos, sin
@@ -93,7 +93,7 @@ def test_layouts(layout):
 
 
 def test_tables_of_other_types():
-    """Tables in float32 are not rounded to the type of the input."""
+    """Tables in float32 are not rounded to the dtype of the input."""
     x = torch.randn(1, 2, SEQLEN, 16, dtype=torch.bfloat16, generator=drawn(3))
     cos, sin = torch.full((SEQLEN, 8), 0.70711), torch.full((SEQLEN, 8), 0.70711)
     exact = by_hand(x.double(), cos.double(), sin.double(), None, False)
@@ -185,7 +185,7 @@ def test_errors(change, error, message):
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_rotated_cache(masked, paged, seqlen_new, lengths):
-    """decode_attention with rotary tables gives the outputs and caches of pre-rotated operands."""
+    """decode_attention with rotary tables gives the outputs and caches of a pre-rotated call."""
     if not seqlen_new and not min(lengths):
         pytest.skip("reason: no keys at all")
     draw = drawn(8)

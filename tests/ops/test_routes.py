@@ -1,4 +1,4 @@
-"""Attention calls of plain tensors skip validation, and all dispatch paths return equal bits."""
+"""Attention on plain tensors skips validation; dispatch paths give bitwise identical results."""
 
 from __future__ import annotations
 

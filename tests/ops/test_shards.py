@@ -63,7 +63,7 @@ def origin_of(part, device):
 
 
 def shard(part, backend, dtype=torch.float32, one_key_head=False):
-    """Return the call of one shard; the value is the identity, so out is the weights."""
+    """Return the call for one shard; out equals the weights, because value is the identity."""
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}
     heads_kv = 1 if one_key_head else heads
@@ -76,7 +76,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 
 def assert_keeps(call, backend, keep, with_lse):
-    """Assert that dropout keeps the weights `keep`; with_lse selects the training kernels."""
+    """Assert that dropout keeps the weights marked in `keep`; with_lse selects training kernels."""
     out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 

@@ -31,7 +31,7 @@ def visible_under(mask, seqlen_q, seqlen_k):
 
 
 def softmax_with_a_column(query, key, value, sinks, visible):
-    """Return out and lse in plain torch operations: the sink is one more key with value 0."""
+    """Compute out and lse in plain torch operations, with the sink as one more key with value 0."""
     key, value = (t.repeat_interleave(2, 1) for t in (key, value))
     scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
     column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
@@ -66,7 +66,7 @@ def test_sinks(backend, dtype):
 
 
 def test_without_a_gradient():
-    """Without gradients, sinks give the reference's results, and a sink of -inf changes nothing."""
+    """Without gradients, sinks match the reference, and sinks of -inf have no effect."""
     tensors, mask = list(random_qkv(2, 4, 2, 5, 7, 16).values()), masks.padding([7, 0])
     call = partial(F.scaled_dot_product_attention, *tensors, mask, enable_gqa=True)
     want = softmax_with_a_column(*tensors, SINKS, visible_under(mask, 5, 7))

@@ -1,4 +1,4 @@
-"""Fully masked tiles are skipped, and fully visible tiles read no mask."""
+"""Fully masked tiles are skipped, and no mask is read for fully visible tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "den
 
 
 def classify(mask, dtype):
-    """Return the kernels' tile kinds, and whether no or every position of each tile is visible."""
+    """Return the kernels' tile kinds, and which tiles are fully masked or fully visible."""
     like = torch.empty(0, dtype=dtype)
     spec = normalize(mask, *SHAPE, like)
     kinds, (block_m, block_n) = tile_kinds(spec, *SHAPE, dtype)
@@ -73,7 +73,7 @@ def test_classification_of_two_masks(pair):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["mask", "bias"])
 def test_summary_of_a_dense_tensor(kind, backend):
-    """Each tile of the summary says if none, some or all of its positions are visible and plain."""
+    """A tile's summary is 0 if fully masked, 2 if fully visible without a bias, and otherwise 1."""
     visible = torch.ones(2, 1, 70, 150, dtype=torch.bool)
     visible[0, :, :32, :64] = False
     visible[0, :, 33, 70] = False

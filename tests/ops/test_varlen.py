@@ -93,7 +93,7 @@ def test_masks(name, dtype, backend):
     ids=str,
 )  # fmt: skip
 def test_is_the_padded_batch(options, backend):
-    """Results and gradients equal those of the padded batch, bit for bit."""
+    """Results and gradients are bitwise identical to those of the padded batch."""
     query, key, value = leaves_of(packed(LENGTHS_Q, LENGTHS_K).values(), torch.float32, backend)
     torch.manual_seed(0)
     out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(query, key, value)

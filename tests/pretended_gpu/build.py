@@ -93,7 +93,7 @@ def prefix(library: str) -> str:
 
 
 def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
-    """Return the symbols that torch imports from each NVIDIA library: (version, is a variable)."""
+    """Return the symbols that torch imports, by library and name: (version, is a variable)."""
     paths = list(paths)
     dynamic = "".join(run("readelf", "-d", "-W", path) for path in paths)
     libraries = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)\w*\.so[\w.]*)\]", dynamic))

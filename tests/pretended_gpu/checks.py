@@ -152,7 +152,7 @@ def test_unknown_device() -> None:
 
 
 def test_host_pointers() -> None:
-    """The simulated driver, which Triton queries about pointers, does not know pageable memory."""
+    """The simulated driver, which Triton queries about pointers, rejects pageable memory."""
     triton = pytest.importorskip("triton")
     value, host = ctypes.c_uint64(), torch.zeros(3)
     driver = ctypes.CDLL("libcuda.so.1")

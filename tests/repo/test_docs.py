@@ -82,7 +82,7 @@ def defines(path: Path, symbol: str) -> bool:
 
 
 def _names(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """Return the names that the statements of a module or class define, members as Class.member."""
+    """Return the names that a module or class body defines; members are named Class.member."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef):
@@ -109,7 +109,7 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
 
 
 def test_table_of_block_lists_is_up_to_date(monkeypatch):
-    """The page's table of block lists is the one that `benchmarks/block_lists.py` writes."""
+    """The page's table of block lists matches the output of `benchmarks/block_lists.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import block_lists
 
@@ -119,7 +119,7 @@ def test_table_of_block_lists_is_up_to_date(monkeypatch):
 
 
 def test_table_of_scaling_is_up_to_date(monkeypatch):
-    """The page's table of scaling is the one that `benchmarks/scale_simulation.py` writes."""
+    """The page's table of scaling matches the output of `benchmarks/scale_simulation.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale_simulation
 

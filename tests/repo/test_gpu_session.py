@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py saves all finished results, whatever fails later."""
+"""scripts/gpu_session.py saves all finished results, no matter what fails later."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def test_faults(tmp_path, capsys):
-    """Each planted fault has the right status; later tests and the next section still run."""
+    """Each planted fault has the correct status; later tests and the next section still run."""
     planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
     results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
     wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
@@ -84,7 +84,7 @@ def test_faults(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """When time is up, a section is cut: its finished test stays ok, and the rest is skipped."""
+    """A section that exceeds its time is cut: its finished test stays ok; the rest is skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
     results = session(tmp_path, slow, GOOD, seconds=8.0)
@@ -93,7 +93,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """After SIGTERM, results.json has the finished test and marks all others as skipped."""
+    """After SIGTERM, results.json contains the finished test and marks all others as skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (
@@ -140,7 +140,7 @@ def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
 
 
 def test_plan_of_a_session():
-    """The sections fit into a session, and a dry session has the same ones.
+    """The sections fit into a session's time limit, and a dry session has the same sections.
 
     The files of the repository are small enough to be copied to a GPU machine.
     """

@@ -43,7 +43,7 @@ assert torch.equal(out, kernel.scaled_dot_product_attention(x, x, x, mask))
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """Return the folder of a Hub kernel that is exported from the checkout instead of a wheel."""
+    """Export a Hub kernel from the checkout, instead of from a wheel, and return its folder."""
     import export
 
     out = tmp_path_factory.mktemp("hub") / "fused-attn"
@@ -104,7 +104,7 @@ def test_swaps_modules(kernel):
 
 
 class Llamas(nn.Module):
-    """Norm with the attributes of transformers' LlamaRMSNorm."""
+    """RMS norm with the attributes of transformers' LlamaRMSNorm."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ PUBLISHED = "organization/fused-attn"  # name of the repository that the stand-i
 
 @pytest.fixture
 def published(monkeypatch, repository):
-    """Make transformers load the exported folder where it would load a kernel from the Hub."""
+    """Make transformers load the exported folder instead of downloading a kernel from the Hub."""
     import export
 
     hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")

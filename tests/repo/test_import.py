@@ -81,7 +81,7 @@ def test_flops_are_counted_whoever_imports_the_counter(before):
 
 
 def test_the_counter_may_come_from_anywhere():
-    """torch.utils.flop_counter can be imported after its spec was found and executed twice."""
+    """torch.utils.flop_counter can be imported after its spec has been found and executed twice."""
     run(
         """
 import fused_attn, importlib.util

@@ -1,4 +1,4 @@
-"""Modules import only from their layer and those below; headers of csrc/cpu do so by folder."""
+"""Modules import only from the same or lower layers, as do the header folders of csrc/cpu."""
 
 from __future__ import annotations
 

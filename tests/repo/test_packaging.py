@@ -97,7 +97,7 @@ def executable(path: Path, script: str) -> Path:
 
 
 def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
-    """Return the arguments that setup.py passes to CMake, given environment variables."""
+    """Return the arguments that setup.py passes to CMake under the given environment variables."""
     log = tmp_path / "arguments"
     executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
     # As the wheel of CMake has it, whose program setup.py prefers to that on the PATH.
@@ -136,7 +136,7 @@ def test_setup_holds_no_compiler_flag():
 
 
 def configured(tmp_path: Path, *options: str) -> str:
-    """Return CMake's output for some options; programs in tmp_path come first on PATH."""
+    """Run CMake with options, and with tmp_path first on PATH; return its output."""
     pybind11 = pytest.importorskip("pybind11", reason="reason: needs pybind11")
     if shutil.which("cmake") is None or shutil.which("ninja") is None:
         pytest.skip("reason: needs cmake and ninja")

@@ -1,4 +1,4 @@
-"""Code, commands and tables in the README and docs/ are right, and the README is short."""
+"""Code, commands and tables in the README and docs/ are correct, and the README is short."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_readme_names_every_page():
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_python_blocks_run(name):
-    """Each block runs by itself, as a reader would copy it."""
+    """Each code block runs on its own, as a reader would copy it."""
     exec(compile(BLOCKS[name], name, "exec"), {"__name__": name})
 
 

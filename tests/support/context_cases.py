@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, HEADS = 23, 32, 4
 
 
 class Attention(nn.Module):
-    """Self-attention by torch's function, or by this package's module."""
+    """Self-attention with torch's function, or with this package's module."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
 
 
 def batch_of(length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids, labels and position ids, (2, length) each."""
+    """Return token IDs, labels and position IDs, each of shape (2, length)."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(0, VOCABULARY, (2, 2, length), generator=generator)
     return tokens.clone(), labels.clone(), torch.arange(length).expand(2, -1).clone()
@@ -123,7 +123,7 @@ class Checkpointed(nn.Module):
 
 
 def step_of_style(length: int, mask, checkpoint: str) -> dict:
-    """Run the step of `step_of_rank` with ContextParallel on the attention modules.
+    """Run the training step of `step_of_rank`, with ContextParallel on the attention modules.
 
     Args:
         checkpoint: "reentrant" or "not reentrant" checkpointing inside these modules; "" for none.
@@ -146,7 +146,7 @@ def step_of_style(length: int, mask, checkpoint: str) -> dict:
 
 
 def unshard_gradient(length: int, mesh: tuple) -> Tensor:
-    """Return the gradient of a loss that all ranks compute, for the complete tensor."""
+    """Return the gradient of the complete tensor, summed over ranks, for a loss on each rank."""
     whole = torch.arange(length * 3.0).view(1, length, 3).requires_grad_()
     sharding = distributed.Sharding.of_lengths([length - 5, 0, 2, 3])
     args = [1], sharding
@@ -191,7 +191,7 @@ def message_of(case: str) -> str:
 
 
 def transformer() -> nn.Module:
-    """Return two encoder layers in float64, the same on all ranks."""
+    """Return two float64 encoder layers with the same parameters on all ranks."""
     torch.manual_seed(0)
     own, dtype = fused_attn.nn, torch.float64
     layer = own.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
@@ -210,7 +210,7 @@ def step_of_three(mask, mode: str, dropout: bool) -> dict:
     """Train one step with context, tensor and data parallelism at once, on 2 x 2 ranks.
 
     FSDP2 shards the parameters over the ranks that share a sequence. It averages gradients over
-    them, so the loss is multiplied by their number.
+    these ranks, so the loss is multiplied by the number of ranks.
 
     Args:
         mode: "compile" or "".

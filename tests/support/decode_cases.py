@@ -13,7 +13,7 @@ from fused_attn import distributed
 def decode_on_rank(
     tensors: dict[str, Tensor], lengths: list, sharding, steps: tuple, mask, options: dict
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return out and lse of each step, and the keys of this rank's cache after the last.
+    """Return out and lse of each step, and the keys in this rank's cache after the last step.
 
     Args:
         tensors: query, key and value of all steps, and the filled caches.

@@ -74,5 +74,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Record the names of attention functions that are called, including that for packed input."""
+    """Record the names of the attention functions that are called, packed input included."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

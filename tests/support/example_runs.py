@@ -25,9 +25,9 @@ NO_NETWORK = {
 
 
 def run_example(name: str, folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
-    """Run `examples/<name>.py --smoke`; return its stdout and the figures that it writes as JSON.
+    """Run `examples/<name>.py --smoke`; return its stdout and the figures from its JSON file.
 
-    Fails the test if the exit status is not 0.
+    The test fails if the exit status is not 0.
     """
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--output", str(folder)]
     done = subprocess.run(

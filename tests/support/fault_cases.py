@@ -23,7 +23,7 @@ def _call(
     kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, dtype=torch.float32,
     needs_grad: bool = True, **options,
 ):  # fmt: skip
-    """Make a call with `rows` rows of this rank, forward and backward."""
+    """Run a call forward and backward, with `rows` rows on this rank."""
     query = torch.randn(1, heads, rows, 8, dtype=dtype)
     query.requires_grad_(needs_grad and kind != "decode")
     mesh = mesh_of((dist.get_world_size(),))

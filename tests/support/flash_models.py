@@ -32,7 +32,7 @@ def _sequence(
 
     Args:
         behind: values in the last tile that belong to other sequences.
-        sides: window; None for no limit.
+        sides: left and right limits of the window; None for no limit.
         slopes: (heads,).
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]

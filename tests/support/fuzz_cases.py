@@ -1,8 +1,8 @@
-"""Random cases of attention: how each is drawn and checked.
+"""Random cases of attention, and functions that draw and check them.
 
 A case is a JSON object, whose "op" is a name in OPS (fuzz_ops.py). Kernels get views of larger
 buffers, and non-finite values in fully masked positions and unused rows of caches. The reference is
-eager attention on contiguous tensors without them, with the mask position by position.
+eager attention on contiguous, finite tensors, with a mask evaluated position by position.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ worst: dict[str, float] = {}  # largest error of each op, as a fraction of its l
 
 
 def scaled(tensor: Tensor, size: str, case: Case) -> Tensor:
-    """Scale standard normal values by a number, or to the ends of the range of the dtype."""
+    """Scale standard normal values by a number, or to the dtype's smallest or largest numbers."""
     dtype = getattr(torch, case["dtype"])
     tensor = tensor.to(torch.promote_types(dtype, torch.float32))
     if size == "tiny":  # most values are subnormal
@@ -67,7 +67,7 @@ def scaled(tensor: Tensor, size: str, case: Case) -> Tensor:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return a copy in another memory layout, with NaN around it; differentiable."""
+    """Return a differentiable copy in another memory layout, surrounded by NaN."""
     *leading, rows, columns = tensor.shape
     if layout in ("transposed", "outer"):
         dim = 0 if layout == "outer" else max(-3, -tensor.dim())
@@ -140,13 +140,13 @@ def judge(
 
 
 def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
-    """Return the amounts by which the limits of some results are raised.
+    """Return the amounts by which the limits for some results are raised, by name.
 
     A score gradient is P (dP - delta), which is about 0 where one key has all the weight. Eager
     attention subtracts equal values there, without any error. Fused kernels compute delta from the
     output, which causes accumulator rounding errors. The limit is raised by ROUNDINGS of these.
 
-    An activation of a large negative number is 0 in torch, whose formulas cancel.
+    For large negative numbers, torch's activations are 0, because their formulas cancel.
     """
     if case["op"] == "activation":
         return dict.fromkeys(("out0", "grad_input"), 2.0**-53 * float(tensors["input"].abs().max()))
@@ -259,7 +259,7 @@ def attend(
     case: Case, at: Masked, lengths: Any, starts: Any, backend: str, query: Tensor, key: Tensor,
     value: Tensor, **extra: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return out, and lse if the case has it, of a backend or of the reference."""
+    """Return out, and lse if the case requests it, from a backend or from the reference."""
     batch, _, heads_kv, *longest, _, _ = case["shape"]
     qkv = [query, key, value]
     if not lengths:
@@ -333,7 +333,7 @@ class Cache(NamedTuple):
 
 
 def check_decode(case: Case, backend: str) -> None:
-    """Check steps of decode_attention on one cache, to which they append rows."""
+    """Check decode_attention over several steps, which append rows to one cache."""
     batch, heads, _, seqlen_q, capacity, *_ = case["shape"]
     first, generator = torch.tensor(case["lengths"]), drawn(case["seed"])
     tensors, expression = tensors_and_mask(case, (batch, heads, seqlen_q, capacity))
@@ -359,7 +359,7 @@ def decode(
     case: Case, at: Masked, cache: Cache, lengths: Tensor, backend: str, query: Tensor,
     key: Tensor, value: Tensor, sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return out, lse and the used rows of the cache, of a backend or of the reference."""
+    """Return out, lse and the used rows of the cache, from a backend or from the reference."""
     batch, _, heads_kv, seqlen_q, capacity, *_ = case["shape"]
     new, rotary, there = case["new"], case["rotary"], query.device
     first, position = torch.tensor(case["lengths"])[:, None], torch.arange(capacity)

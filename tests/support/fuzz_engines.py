@@ -1,6 +1,6 @@
-"""Random cases of engines, and of libraries whose arguments this package maps to its own.
+"""Random cases for engines, and for libraries whose arguments this package accepts.
 
-The results are those of eager attention with the mask position by position, in float64.
+Expected results come from float64 eager attention with masks evaluated by position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fused_attn.masks.spec import normalize
 def compare(
     case: Case, number: int, function: Any, tensors: dict[str, Tensor], backend: str, grads: bool
 ) -> None:
-    """Assert equal results, or that the backend of an engine declines; as `fuzz_cases.judge`."""
+    """Like `fuzz_cases.judge`, but assert equal results, unless an engine's backend refuses."""
 
     def run(backend: str) -> dict[str, Tensor]:
         if grads:
@@ -60,7 +60,7 @@ def compare(
 def by_engine(
     case: Case, at: Masked, lengths: Any, starts: Any, backend: str, *qkv: Tensor, **extra: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the results of the engine or library of a case, or of eager attention."""
+    """Return results from the engine or library that a case names, or from eager attention."""
     names = dict(zip(("query", "key", "value"), qkv, strict=False)) | extra
     run = functools.partial(attend, case, at, lengths, starts, **names)
     if backend == "eager":
@@ -79,7 +79,7 @@ def by_engine(
 def by_flex(
     case: Case, at: Masked, lengths: Any, starts: Any, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
-    """Check the functions of backend "flex" position by position; return eager's results."""
+    """Check flex's mask and score functions position by position; return eager results."""
     shape = at.visible.shape
     spec = normalize(as_mask(at.mask, case["is_causal"]), *shape, query)
     call = AttentionCall(query, key, value, spec, AttentionOptions(1.0))
@@ -114,7 +114,7 @@ def by_torch(
 
 
 def in_pages(rows: Tensor, lengths: list[int], size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return packed rows in pages of a random order, all other rows NaN, and the block table."""
+    """Return packed rows in randomly ordered pages, with NaN elsewhere, and the block table."""
     count = -(-max(1, *lengths) // size)
     table = torch.randperm(len(lengths) * count, generator=drawn(seed)).view(-1, count)
     position = torch.cat([torch.arange(n) for n in lengths])
@@ -188,7 +188,7 @@ def by_xformers(
 
 
 def _blocks(case: Case, lengths: Any, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """Return a mask of xFormers for sequences, and their keys and values as it expects them."""
+    """Return an xFormers mask for sequences, with keys and values in the layout that it expects."""
     own, (rule, *sizes), kind = fmha.attn_bias, *map(case["library"].get, ("rule", "keys"))
     if kind == "packed":
         made = own.BlockDiagonalMask.from_seqlens(*lengths)

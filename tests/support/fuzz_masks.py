@@ -1,4 +1,4 @@
-"""Random mask expressions, evaluated as a Mask and, independently of it, position by position.
+"""Random mask expressions, evaluated both as a Mask and, independently, position by position.
 
 An expression is a JSON value: ["and" | "or", expression, ...], or a kind and its arguments.
 """
@@ -29,7 +29,7 @@ MODS: dict[str, Callable[..., Tensor]] = {
 
 
 class Positions(NamedTuple):
-    """Indices of sequences, heads, queries and keys; positions after the last query and key."""
+    """Indices of sequences, heads, queries and keys, and the ends of queries and keys."""
 
     b: Tensor
     h: Tensor
@@ -39,7 +39,7 @@ class Positions(NamedTuple):
     end_k: Tensor
 
     def diagonal(self, align: str) -> Tensor:
-        """Return the key on the diagonal of each query."""
+        """Return the key that lies on the diagonal, for each query."""
         return self.q if align == "top_left" else self.q + self.end_k - self.end_q
 
 
@@ -120,7 +120,7 @@ class Expression:
         return visible
 
     def by_hand(self, shape: Shape, end_q: Tensor, end_k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the visible positions, and the bias in float64, both of the given shape.
+        """Return the visible positions and the float64 bias, both expanded to the given shape.
 
         Args:
             end_q, end_k: lengths of the sequences, scalars or (batch, 1, 1, 1).
@@ -196,7 +196,7 @@ def _leaf(kind: str, shape: Shape) -> st.SearchStrategy[list[Any]]:
 
 @st.composite
 def trees(draw: st.DrawFn, shape: Shape, kinds: Sequence[str] = (*KINDS, "or")) -> Any:
-    """Draw an expression: up to three kinds or unions, combined; None is no mask."""
+    """Draw an expression that combines up to three kinds or unions; None stands for no mask."""
     plain = st.sampled_from(KINDS[:-2]).flatmap(lambda kind: _leaf(kind, shape))
     members: list[Any] = []
     for kind in draw(st.lists(st.sampled_from(kinds), unique=True, max_size=3)):
@@ -209,7 +209,7 @@ def trees(draw: st.DrawFn, shape: Shape, kinds: Sequence[str] = (*KINDS, "or")) 
 
 
 def is_fixed(tree: list[Any] | None) -> bool:
-    """Return True if an expression has tensors for a number of queries."""
+    """Return True if an expression has tensors whose size depends on the number of queries."""
     if tree is None or tree[0] in ("and", "or"):
         return any(is_fixed(member) for member in (tree or [])[1:])
     padded = tree[0] == "padding" and tree[2] is not None

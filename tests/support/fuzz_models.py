@@ -23,7 +23,7 @@ EAGER_ONLY = "Gemma2", "GptOss"  # sdpa of transformers has no softcap and no si
 
 
 def model_of(case: Case) -> Any:
-    """Return a model with the sizes of a case, without dropout."""
+    """Return a model without dropout whose sizes are those of a case."""
     family = FAMILIES_OF_TEXT[case["kind"]]
     heads, heads_kv, head_dim, layers = case["shape"]
     sizes = {"vocab_size": VOCABULARY, "head_dim": head_dim, "d_kv": head_dim}

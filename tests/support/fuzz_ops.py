@@ -1,4 +1,4 @@
-"""Random cases of norms, activations and modules, and OPS, which has all kinds of cases."""
+"""Random cases of norms, activations and modules, and OPS, the table of all kinds of cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fused_attn.ops.activation import activation_pass
 
 
 def check_rows(case: Case, backend: str) -> None:
-    """Check a norm or an activation of rows in some layout."""
+    """Check a norm or an activation on rows in the memory layouts of a case."""
     kind, seed = case["kind"], torch.tensor(case["seed"])
     drawn_tensors = tensors_of(kind, case["shape"], case["residual"], case["affine"])
     tensors = {n: scaled(t, case["sizes"].get(n, "1"), case) for n, t in drawn_tensors.items()}
@@ -140,7 +140,7 @@ def module_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
 
 
 class Op(NamedTuple):
-    """Draws and checks a kind of case; `only_cpp` if other backends have no kernels."""
+    """Functions that draw and check a kind of case; with `only_cpp`, only "cpp" has kernels."""
 
     cases: Callable[[str, str, str], st.SearchStrategy[Case]]
     check: Callable[[Case, str], None]

@@ -47,7 +47,7 @@ class ThreadRanks(Ranks):
         return self.group.share(self.rank, tensor)[0]
 
     def transfer(self, *, to: int, sent: Tensor, source: int, received: Tensor) -> Transfer:
-        """Transfer messages as `start_transfer` does; received is NaN until it is waited for."""
+        """Transfer messages like `start_transfer`; `received` is NaN until wait() is called."""
         target, message = self.group.share(self.rank, (to, sent.clone()))[source % self.size]
         assert target % self.size == self.rank and message.shape == received.shape
         work = SimpleNamespace(wait=lambda: received.copy_(message))
@@ -117,7 +117,7 @@ def on_ranks(
     case: Case, at: Masked, lengths: Any, starts: Any, backend: str, query: Tensor, key: Tensor,
     value: Tensor, bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return out and lse of ranks, or of eager attention of the complete sequence."""
+    """Return out and lse from all ranks, or from eager attention over the complete sequence."""
     extra = {} if bias is None else {"bias": bias}
     if backend == "eager":
         return attend(case, at, lengths, starts, backend, query, key, value, **extra)
@@ -143,7 +143,7 @@ def on_ranks(
 
 
 def sharding_of(chunks: list[list[int]], length: int) -> Sharding:
-    """Return the Sharding of chunks (rank, first position), the rows of each rank in this order."""
+    """Return the Sharding of chunks (rank, first position); each rank keeps the list's order."""
     begins = sorted({min(begin, length) for _, begin in chunks} | {length})
     runs: list[list[range]] = [[] for _ in range(1 + max(rank for rank, _ in chunks))]
     for rank, begin in chunks:

@@ -87,7 +87,7 @@ def use_draw(number: int) -> None:
 
 
 def drawn(seed: int) -> torch.Generator:
-    """Return a CPU generator for a seed. Its random numbers differ between draws."""
+    """Return a CPU generator for a seed; its random numbers also depend on the draw number."""
     return torch.Generator().manual_seed(seed + 1_000_003 * _draw)
 
 
@@ -166,7 +166,7 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
 
 def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    """Restride leaves[name] like `tensor`, if the strides of `tensor` permute a dense layout."""
+    """Give leaves[name] the strides of `tensor`, unless it is contiguous or expanded."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return
     leaf = leaves[name]

@@ -90,7 +90,7 @@ def tokens(length: int = LENGTH, batch: int = BATCH) -> Tensor:
 
 
 def text() -> dict[str, Tensor]:
-    """Return three sequences: one without padding, one padded on the right, one on the left."""
+    """Return three sequences: one without padding, one padded on the right, and one on the left."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5:] = 0
     mask[2, :3] = 0

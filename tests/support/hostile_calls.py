@@ -37,7 +37,7 @@ _DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float64", "complex64")
 
 
 class Subclass(Tensor):
-    """Tensor subclass that only has a name."""
+    """Tensor subclass that overrides nothing."""
 
 
 class Liar:
@@ -291,7 +291,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, bool]:
-    """Return what a hostile call did, and whether it may do that."""
+    """Return what a hostile call did, as text, and True if that is permitted."""
     copies = dict(given)
     for name, value in given.items():
         if name.endswith("_cache") and type(value) is Tensor and value.numel() < 1 << 20:

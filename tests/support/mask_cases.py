@@ -42,7 +42,7 @@ def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
 
 
 def _windows_of_heads(num_heads: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """Return the keys of windows along the diagonal whose size differs between heads."""
+    """Return key intervals along the diagonal; each head has a different window size."""
     center = torch.arange(seqlen_q) * seqlen_k // seqlen_q
     radius = 2 + 3 * torch.arange(num_heads)[:, None]
     ends = torch.stack([center - radius, center + radius], dim=-1)

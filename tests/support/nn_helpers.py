@@ -123,7 +123,7 @@ def check_against_torch(
 
 
 def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return random inputs like `args`. A tensor passed several times is replaced once."""
+    """Return random inputs like `args`; arguments that are the same tensor remain so."""
     drawn = {id(a): torch.randn_like(a).requires_grad_(a.requires_grad) for a in args}
     return tuple(drawn[id(a)] for a in args)
 

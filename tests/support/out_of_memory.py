@@ -1,7 +1,7 @@
 """Calls in which memory runs out: `python out_of_memory.py BACKEND SEEDS`, with failing_malloc.cpp.
 
-Each request of memory of each call fails once. The call must raise an exception with a message, or
-return the right result; the next call must return the right result, and no memory may be lost.
+Each allocation of each call fails once. The call must raise an exception with a message, or return
+the correct result. The next call must return the correct result, and no memory may leak.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def counter(name: str) -> ctypes.c_int64:
 
 
 def watch(module: str) -> None:
-    """Count the requests of a loaded module, and those of at least LARGE bytes."""
+    """Count the allocations of a loaded module, and all allocations of at least LARGE bytes."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split()[0] for line in lines if f"/{module}." in line]
     counter("module_begin").value = int(mapped[0].partition("-")[0], 16)
@@ -41,10 +41,10 @@ def watch(module: str) -> None:
 
 
 class Trials:
-    """Calls whose requests fail, one after the other.
+    """Calls whose allocations fail, one after the other.
 
     Attributes:
-        told: number of each exception.
+        told: how often each exception was raised.
         wrong: descriptions of what was wrong.
     """
 

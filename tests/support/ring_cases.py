@@ -109,7 +109,7 @@ def covered(
     sizes: tuple[int, int],
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Count the blocks of all ranks that cover each pair of a query and a key."""
+    """For each pair of a query and a key, count the blocks on all ranks that cover it."""
     count = torch.zeros(sizes, dtype=torch.int64)
     ranks = len(plans)
     for rank, plan in enumerate(plans):
@@ -207,7 +207,7 @@ def run_both_on_rank(cases: list[Case], tensors: list) -> list[dict[str, Any]]:
 
 
 def second_derivative() -> str:
-    """Return the error of a second derivative whose output gradient has no history."""
+    """Return the error message for a second derivative whose output gradient has no history."""
     query = torch.randn(1, 2, 4, 8, requires_grad=True)
     out = distributed.ring_attention(query, query, query)
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)

@@ -38,7 +38,7 @@ ROUTES: dict[str, Route] = {
 
 @contextmanager
 def looked_at() -> Iterator[list[Any]]:
-    """Record the calls that are validated within the block, in a list."""
+    """Yield a list to which each call that is validated within the block is appended."""
     calls: list[Any] = []
 
     def spy(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

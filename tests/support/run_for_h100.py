@@ -58,7 +58,7 @@ class Interpreted:
         return Kernel(getattr(module, name))
 
     def wait(self, names: dict[str, Any]) -> None:
-        """Compile nothing."""
+        """Do nothing, because kernels are interpreted instead of compiled."""
 
 
 class Kernel:

@@ -29,7 +29,7 @@ def small_bert() -> Any:
 
 
 def tokens(batch: int = BATCH) -> dict[str, Tensor]:
-    """Draw random sentences of unequal lengths, padded on the right."""
+    """Draw random sentences with unequal lengths, padded on the right."""
     lengths = torch.arange(batch) % 4 * 2 + 3
     attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     ids = torch.randint(1, VOCABULARY, (batch, LENGTH)) * attention_mask

@@ -1,6 +1,6 @@
 """Functions that the ranks of tests/distributed/test_tensor_parallel.py run.
 
-Each compares sharded calls with the same calls of one process, and returns results by name.
+Each compares sharded calls with the same calls in one process, and returns results by name.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ MASKS = [
 
 
 def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: float) -> Pairs:
-    """Return outputs, lse and gradients with plain mask tensors; generators differ by rank."""
+    """Return outputs, lse and gradients with plain mask tensors; each rank has a different seed."""
     mesh, found = mesh_of(2), {}
     for kind in kinds:
         leaves = qkv(dtype)
@@ -116,7 +116,7 @@ def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: 
 
 
 def dtensor_masks(placed: str) -> Pairs:
-    """Return results with sinks and DTensor masks that are sharded differently from the call."""
+    """Return results with sinks and DTensor masks whose sharding differs from the operands'."""
     mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)
@@ -139,7 +139,7 @@ def dtensor_masks(placed: str) -> Pairs:
 
 
 def cached_masks() -> tuple[bool, Pairs]:
-    """Return True if two calls share a shard's mask, and results of shards of another shape."""
+    """Return True if two calls share a shard's mask, and results that cover a second sharding."""
     from fused_attn.distributed import dtensors
 
     mesh = mesh_of(2)
@@ -167,7 +167,7 @@ def cached_masks() -> tuple[bool, Pairs]:
 
 
 def redistributed() -> Pairs:
-    """Return results for unsupported placements, and for heads that the mesh does not divide."""
+    """Return results for unsupported placements, and for heads that do not divide evenly."""
     mesh, found = mesh_of(2), {}
     whole = qkv(torch.float64)
     for name, heads, place in (
@@ -265,7 +265,7 @@ def two_dimensions() -> Pairs:
 
 
 def refusals() -> dict[str, str]:
-    """Return the raised message for each expected message."""
+    """Return a dict from each expected error message to the message that is raised."""
     from fused_attn.distributed import HeadwiseParallel
 
     mesh = mesh_of(2)

@@ -193,7 +193,7 @@ def sequence_parallel() -> Pairs:
 
 
 def of_type(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Return (name, sharded, float64 and eager result) tuples for the numerics contract."""
+    """Return tuples (name, sharded result, float64 result, eager result)."""
     torch.manual_seed(0)
     x = torch.randn(3, 33, 32)
     model = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)

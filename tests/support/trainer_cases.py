@@ -29,7 +29,7 @@ IGNORED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def llama(swap: bool, **options: Any) -> transformers.LlamaForCausalLM:
-    """Return a model in float64, the same in every process."""
+    """Return a float64 model with the same parameters in every process."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -45,8 +45,8 @@ def llama(swap: bool, **options: Any) -> transformers.LlamaForCausalLM:
 def row_of(step: int) -> dict[str, Tensor]:
     """Return token ids, labels and position ids, (1, length) each.
 
-    Labels are tokens, as transformers' models expect them, but the first of each document is
-    ignored.
+    As transformers' models expect, labels equal the tokens, except that the first label of each
+    document is ignored.
     """
     generator = torch.Generator().manual_seed(step)
     positions = torch.cat([torch.arange(length) for length in LENGTHS[step]])[None]
@@ -153,7 +153,7 @@ class ContextParallelTrainer(transformers.Trainer):
 
 
 def trained(folder: str, swap: bool, parallel: bool, accumulated: int) -> dict[str, Any]:
-    """Train with a Trainer; return the logged losses, and the weights after it."""
+    """Train with a Trainer; return the logged losses and the final weights."""
     losses: list[float] = []
 
     class Losses(transformers.TrainerCallback):
@@ -193,6 +193,6 @@ def as_torchrun() -> Iterator[None]:
 
 
 def trained_by_ranks(folder: str, swap: bool, accumulated: int) -> dict[str, Any]:
-    """Train over all ranks with the Trainer; return the logged losses and the weights."""
+    """Train over all ranks with the Trainer; return the logged losses and the final weights."""
     with as_torchrun():
         return trained(folder, swap, True, accumulated)

@@ -1,4 +1,4 @@
-"""Benchmarks run at toy sizes on the CPU, so that mistakes in GPU benchmarks show without a GPU."""
+"""Benchmarks run at toy sizes on the CPU, so that mistakes in them are found without a GPU."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def failing():
 
 
 def off(function):
-    """Return the function with its result scaled to an error above the contract's limit."""
+    """Wrap a function, and scale its result so that the error exceeds the contract's limit."""
     return lambda *args, **kwargs: function(*args, **kwargs) * 1.001
 
 

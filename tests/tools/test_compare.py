@@ -92,7 +92,7 @@ def test_errors_are_measured_against_float64(dtype):
 
 
 def test_fused_modules_are_what_is_measured(monkeypatch):
-    """An error in fused attention makes the rows that it affects fail."""
+    """If fused attention has an error, the rows of the attention module and the output fail."""
     exact = functional.scaled_dot_product_attention
 
     def off_by_a_little(*args, **kwargs):
@@ -134,9 +134,9 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
-    """In T5, a correct kernel passes and a mistake is reported, because limits stay small.
+    """In T5, a correct kernel passes, an incorrect one is reported, and limits stay small.
 
-    They would be large if rounding errors in eager runs could change the distance buckets.
+    Limits would be large if rounding errors in eager runs could change the distance buckets.
     """
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -155,7 +155,7 @@ def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
 
 
 def test_complex_buffers_stay_complex(monkeypatch):
-    """All runs keep complex buffers, also the float32 runs that estimate the error of eager."""
+    """Complex buffers stay complex in all runs, including those that estimate eager's error."""
 
     class Rotation(torch.nn.Module):
         def __init__(self):
@@ -223,7 +223,7 @@ def test_inputs_that_require_grad_are_compared():
 
 
 def test_relus_do_not_decide_the_verdict():
-    """Gradients of ReLUs whose inputs change sign between bfloat16 runs do not fail the report."""
+    """ReLUs whose inputs change sign between bfloat16 runs do not make the report fail."""
     for seed in range(10):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
@@ -430,7 +430,7 @@ def test_a_tuple_is_an_argument():
 
 
 def test_progress(monkeypatch):
-    """The progress bar advances once for each forward and backward, as many times as announced."""
+    """The progress bar advances once per forward and backward, and reaches the announced total."""
     steps = []
 
     @contextlib.contextmanager

@@ -89,7 +89,7 @@ class RealRows(Pooled):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_relus_of_packed_batches_do_not_decide_the_verdict(batch_first, monkeypatch):
-    """Gradients of ReLUs whose inputs change sign between bfloat16 runs do not fail the report."""
+    """ReLUs whose inputs change sign between bfloat16 runs do not make the report fail."""
     packings = recorded_packings(monkeypatch)
     for seed in range(3):
         torch.manual_seed(seed)

@@ -29,7 +29,7 @@ def sample(backend, count, isa=None):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CORPUS, ids=range(len(CORPUS)))
 def test_corpus(case, backend):
-    """Cases that failed once are within the contract."""
+    """Cases that once failed are within the contract."""
     if not fuzz.supports(case, backend):
         pytest.skip(f"reason: {backend} does not compute {case['op']} in {case['dtype']}")
     fuzz.check(case, backend)
@@ -76,7 +76,7 @@ def test_planted_mistakes_are_found(name, op, monkeypatch):
 
 
 def test_failures_are_shrunk_and_reported(monkeypatch, tmp_path, capsys):
-    """The printed command has the smallest failing case, which is in the corpus, once."""
+    """The printed command contains the smallest failing case, which is added to the corpus once."""
 
     def mistake(call, outputs):
         return outputs._replace(out=outputs.out + (call.input.shape[-1] >= 100))

@@ -1,4 +1,4 @@
-"""The reference for float64 results, compared with mpmath's 50 digits on a small problem."""
+"""The reference for float64 results, compared with 50-digit mpmath results on a small problem."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def tensors_of(problem):
 
 
 def findings(problem, dtype, mistake=""):
-    """Return the contract's findings on the tiled kernel: out, lse and all gradients.
+    """Return contract findings for out, lse and all gradients of the tiled kernel.
 
     For "few_keys", lse is omitted, because its gradient would dominate that of the scores.
     """

@@ -1,4 +1,4 @@
-"""fused-attn verify accepts kernels that are right and faster, and reports wrong ones."""
+"""fused-attn verify accepts kernels that are correct and faster, and reports incorrect ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backend(request, verdict_folder):
 
 
 def corrupt(monkeypatch, backend, when, how):
-    """Make a backend's attention change the outputs of calls that `when` accepts."""
+    """Make a backend's attention apply `how` to the outputs of calls for which `when` is true."""
     run = type(backend).attention_fwd
 
     def attention_fwd(self, call, for_backward, want_lse):
@@ -146,7 +146,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """Wrong partial results make their class unusable, because complete problems share it."""
+    """Wrong partial results make a class unusable, because it also covers partial problems."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):
@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """An error that occurs only at the sizes of a class, not in small checks, rules it out."""
+    """A class is unusable even if errors occur only at its sizes, not in the small checks."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -388,7 +388,7 @@ def test_a_full_plan_is_of_all_classes():
     ids=repr,
 )
 def test_checks(check, backend, capsys):
-    """Each check passes, run by the code that a report prints for it."""
+    """Each check passes when it is run with the code that a report prints for it."""
     code = f"from fused_attn.tools.checks import *; {check!r}.show({backend.name!r}, 'cpu')"
     out = run_snippet(code, capsys)
     assert out and all(line.startswith("ok") for line in out.splitlines())

@@ -87,7 +87,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
     """A section that exceeds its time is cut: its finished test stays ok; the rest is skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
-    results = session(tmp_path, slow, GOOD, seconds=8.0)
+    results = session(tmp_path, slow, GOOD, seconds=20.0)
     assert statuses(results) == {"test_good": "ok", "test_slow": "skipped", "section 1": "skipped"}
     assert [s["status"] for s in results["sections"].values()] == ["cut", "skipped"]
 

@@ -64,29 +64,36 @@ def on_gpu() -> list[Section]:
     gpu = (*GPU_TESTS, "-m", "gpu", *steal)
     return [
         Section("facts", 25, [Run(["tests/gpu/test_facts.py"])]),
-        Section("smoke", 45, [Run((*smoke, "not flex", *steal), 12)]),
-        Section("default path", 45, [Run(default, 14)]),
-        Section("cuda", 85, [Run((*gpu, "-k", "cuda"), 8)], needs="_cuda"),
+        Section("smoke", 45, [Run((*smoke, "not flex and not flash", *steal), 12)]),
+        Section("default path", 50, [Run(default, 14)]),
+        Section("cuda", 75, [Run((*gpu, "-k", "cuda"), 8)], needs="_cuda"),
+        Section("triton", 140, [Run((*gpu, "--ignore=tests/gpu", "-k", "triton"), 6)]),
         Section(
-            "triton",
-            130,
-            [
-                _checks("triton and (bf16 or f32)", *steal, processes=11),
-                Run((*gpu, "--ignore=tests/gpu", "-k", "triton"), 11),
-            ],
+            "triton checks",
+            140,
+            [_checks("triton and (bf16 or f32)", *steal, processes=6)],
+            beside=True,
         ),
         Section(
             "flex",
-            130,
+            140,
             [
-                Run((*smoke, "flex", *steal), 4, 90.0),
-                _checks("flex and bf16", *steal, processes=4, unit_seconds=90.0),
+                Run((*smoke, "flex and not flash", *steal), 4, 90.0),
+                _checks("flex and bf16 and not flash", *steal, processes=4, unit_seconds=90.0),
             ],
             beside=True,
         ),
         Section(
+            "flash",
+            90,
+            [
+                Run((*smoke, "flash", *steal), 14, 90.0),
+                _checks("flash and bf16", *steal, processes=14, unit_seconds=90.0),
+            ],
+        ),
+        Section(
             "speed",
-            190,
+            100,
             [  # all problems against what is compiled already, then again with FlexAttention
                 Run((*speed, "-k", "not test_call", "--fast-peers")),
                 Run((*speed, "-k", "test_forward or test_backward")),
@@ -118,7 +125,14 @@ def dry() -> list[Section]:
         Section("default path", 50, [Run(default)]),
         Section("cuda", 50, [Run((*smoke, f"cuda and {passes}"), environment=emulated)]),
         Section("triton", 60, [Run((*smoke, f"triton and {passes}"), environment=interpreted)]),
+        Section(
+            "triton checks",
+            60,
+            [_checks("triton and bf16 and Norm and rows3", environment=interpreted)],
+            beside=True,
+        ),
         Section("flex", 60, [Run(flex)], beside=True),
+        Section("flash", 10, [Run((*smoke, "flash"))]),
         Section("speed", 40, [Run(speed)]),
         Section("host", 40, [Run(speed)]),
         Section("memcheck", 30, [Run(("{crashed}",), under=SANITIZER)]),

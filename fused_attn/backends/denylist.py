@@ -94,7 +94,7 @@ def reason_against(engine: str, feature: str, device: torch.device) -> str:
     if defect is None:
         return ""
     capability = capability_of(device)
-    if capability is not None and capability[0] not in defect.capabilities:
+    if capability is not None and capability // 10 not in defect.capabilities:
         return ""
     if defect.package == "torch":  # a nightly build counts as the release that it precedes
         version = Version(torch.__version__).base_version

@@ -73,7 +73,11 @@ class KernelBackend(Backend):
         return grads
 
 
-def readable(call: AttentionCall) -> AttentionCall:
-    """Return the call without the tables of masks, which only the kernels for CPUs read."""
-    mask = without_tables(call.mask, call.sizes()[2])
+def readable(call: AttentionCall, capacity: int | None = None) -> AttentionCall:
+    """Return the call without the tables of masks, which only the kernels for CPUs read.
+
+    Args:
+        capacity: seqlen_k of the mask, if it is not that of `call.key`, which may be pages.
+    """
+    mask = without_tables(call.mask, call.sizes()[2] if capacity is None else capacity)
     return call if mask is call.mask else replace(call, mask=mask)

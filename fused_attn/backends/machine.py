@@ -13,7 +13,7 @@ from fused_attn.base.torch_state import traced_as_constant
 # Not a function: torch 2.11 cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-MIN_CAPABILITY = (8, 0)  # first with bfloat16 and asynchronous copies
+MIN_CAPABILITY = 80  # first with bfloat16 and asynchronous copies
 
 
 @functools.cache
@@ -26,11 +26,15 @@ def version_of(package: str) -> str | None:
 
 
 @traced_as_constant
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU; None without a GPU."""
+def capability_of(device: torch.device) -> int | None:
+    """Return the compute capability of a GPU, 90 for 9.0; None without a GPU.
+
+    It is not a pair of numbers, because torch 2.11 cannot trace comparisons of constant tuples.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def too_old(device: torch.device) -> list[str]:
@@ -38,4 +42,4 @@ def too_old(device: torch.device) -> list[str]:
     capability = capability_of(device)
     if capability is None or capability >= MIN_CAPABILITY:
         return []
-    return ["requires compute capability 8.0 or higher, not {}.{}".format(*capability)]
+    return [f"requires compute capability 8.0 or higher, not {capability / 10}"]

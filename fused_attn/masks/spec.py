@@ -244,13 +244,13 @@ def spec_of(
 def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
     mask = resolved(mask, shape, device)
-    all_savable = True
-    for tensor in mask.tensors():
-        lengths_on_cpu = tensor.dim() == 1 and tensor.device.type == "cpu"
-        if tensor.device != device and not lengths_on_cpu:
+    # Lengths, ids and slopes may also be on the CPU, where those given as lists are.
+    tensors = mask.tensors()
+    elsewhere = [t for t in tensors if t.device not in (device, torch.device("cpu"))]
+    for tensor in (*elsewhere, *mask.dense_masks, *mask.biases, *mask.intervals, *mask.bits):
+        if tensor.device != device:
             raise ValueError(f"attn_mask must be on {device} (like query), got {tensor.device}")
-        all_savable = all_savable and savable(tensor)
-    if not all_savable:
+    if not all(map(savable, tensors)):
         mask = mask.mapped(torch.clone)
     key_masks: list[Tensor] = []
     dense_masks: list[Tensor] = []
@@ -267,7 +267,7 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
         slopes=_slopes(mask, batch, num_heads, device),
         intervals=reduced(list(mask.intervals), _intersection),
         bits=reduced(list(mask.bits), torch.bitwise_and),
-        **_documents_fields(mask, shape),
+        **_documents_fields(mask, shape, device),
     )
     return replace(spec, **_bounds_fields(mask, shape, device))
 
@@ -338,7 +338,7 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
     return {"bounds": bounds, "by_query": by_query, "band": described}
 
 
-def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
+def _documents_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
     if not mask.document_pairs:
         return {}
     batch, _, seqlen_q, seqlen_k = shape
@@ -357,11 +357,11 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
                 )
             into.append(ids)
     if len(queries) == 1:
-        return _numbered(queries[0], keys[0])
+        return _numbered(queries[0], keys[0], device)
     # With several document masks, a query and a key must have equal ids in all of them. Map each
     # distinct tuple of ids to one new id.
     stacked = [
-        torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(torch.int64)
+        torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(device, torch.int64)
         for q, k in zip(queries, keys, strict=True)
     ]
     tuples = torch.stack(stacked, dim=-1).reshape(-1, len(stacked))
@@ -369,7 +369,7 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
     return {"query_documents": numbers[:, :seqlen_q], "key_documents": numbers[:, seqlen_q:]}
 
 
-def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
+def _numbered(query_ids: Tensor, key_ids: Tensor, device: torch.device) -> dict:
     """Return the document fields, with ids in the range of int32, as kernels require.
 
     If ids are not known to be in range, each is replaced by its first index in the sorted ids,
@@ -380,7 +380,7 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
         ids = [t.to(torch.int64) for t in ids]
         every = torch.cat([t.flatten() for t in ids]).sort().values
         ids = [torch.searchsorted(every, t.contiguous()) for t in ids]
-    query_ids, key_ids = (t.to(torch.int64).contiguous() for t in ids)
+    query_ids, key_ids = (t.to(device, torch.int64).contiguous() for t in ids)
     return {"query_documents": query_ids, "key_documents": key_ids}
 
 

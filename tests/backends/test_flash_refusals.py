@@ -168,9 +168,9 @@ def test_norms_and_machines_without_engines(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "capability", "taken"),
     [
-        (FA2, (7, 5), False), (FA2, (8, 0), True), (FA2, (12, 0), True),
-        (FA3, (8, 9), False), (FA3, (9, 0), True), (FA3, (10, 0), False),
-        (FA4, (8, 0), False), (FA4, (9, 0), True), (FA4, (10, 3), True), (FA4, (12, 0), False),
+        (FA2, 75, False), (FA2, 80, True), (FA2, 120, True),
+        (FA3, 89, False), (FA3, 90, True), (FA3, 100, False),
+        (FA4, 80, False), (FA4, 90, True), (FA4, 103, True), (FA4, 120, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -179,10 +179,8 @@ def test_gpus(install, monkeypatch, name, capability, taken):
     monkeypatch.setattr(engines, "capability_of", lambda device: capability)
     own = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
     reasons = FLASH.unsupported(own)
-    major, minor = capability
-    assert reasons == (
-        [] if taken else [f"{name} does not support compute capability {major}.{minor}"]
-    )
+    number = f"{capability // 10}.{capability % 10}"
+    assert reasons == ([] if taken else [f"{name} does not support compute capability {number}"])
 
 
 @pytest.mark.parametrize(
@@ -202,9 +200,9 @@ def test_denylist(install, monkeypatch, capability, sizes, mask, number):
     monkeypatch.undo()
     monkeypatch.setattr(engines, "no_gpu", list)
     monkeypatch.setattr(engines, "version_of", VERSIONS.get)
-    monkeypatch.setattr(denylist, "capability_of", lambda device: (capability, 0))
+    monkeypatch.setattr(denylist, "capability_of", lambda device: 10 * capability)
     monkeypatch.setattr(denylist, "version_of", VERSIONS.get)
-    monkeypatch.setattr(engines, "capability_of", lambda device: (capability, 0))
+    monkeypatch.setattr(engines, "capability_of", lambda device: 10 * capability)
     monkeypatch.setattr(flash, "ENGINES", (ENGINES[FA4],))
     assert known == {} and len(denylist.DEFECTS) >= 5
     there = torch.device("cuda"), torch.bfloat16, *sizes

@@ -71,7 +71,7 @@ def test_refuses_other_gpus(capability, reason, monkeypatch):
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize(
     ("capability", "seqlen_q", "size"),
-    [((9, 0), 300, (128, 128)), ((10, 0), 300, (256, 128)), ((10, 0), 100, (128, 128))],
+    [(90, 300, (128, 128)), (100, 300, (256, 128)), (100, 100, (128, 128))],
 )
 def test_block_size(capability, seqlen_q, size, monkeypatch):
     monkeypatch.setattr(flash, "capability_of", lambda device: capability)

@@ -141,7 +141,9 @@ def test_cache_of_the_reference(new, layout):
 
 
 @ONE_16_BIT_TYPE
-@pytest.mark.thinned("as without a cache", name=set(MASKS) - {"window", "padding", "dense_full"})
+@pytest.mark.thinned(
+    "as without a cache", name=set(MASKS) - {"window", "padding", "dense_full", "bits"}
+)
 @pytest.mark.thinned("as without a cache", name=["window", "padding"], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -218,6 +218,16 @@ def test_to_moves_every_tensor_and_nothing_else(device):
         assert all(map(torch.equal, back, EVERY_CONDITION.tensors()))
 
 
+def test_lengths_and_ids_may_be_on_the_cpu():
+    """Lengths, ids and slopes, also those given as lists, are moved to the device of query."""
+    mask = masks.padding(KEYS, QUERIES) & masks.prefix_lm([0, 4]) & masks.alibi(SLOPES)
+    query = torch.empty(BATCH, HEADS, LEN_Q, 4, device="meta")
+    mask &= masks.documents(IDS_Q, IDS_K)
+    spec = normalize(mask, BATCH, HEADS, LEN_Q, LEN_K, query)
+    found = [getattr(spec, field.name) for field in fields(spec)]
+    assert {t.device.type for t in found if isinstance(t, torch.Tensor)} == {"meta"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_to_where_it_is_gives_the_mask_itself(name):
     mask, _ = CASES[name]

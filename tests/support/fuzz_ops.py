@@ -24,6 +24,7 @@ from fuzz_cases import (
 )
 from fuzz_engines import check_engine, engine_cases
 from fuzz_plans import check_plan, plan_cases
+from helpers import device_of
 from hypothesis import strategies as st
 from norm_cases import norm, tensors_of
 from torch import Tensor
@@ -97,16 +98,17 @@ def check_module(case: Case, backend: str) -> None:
     if case["kind"] == "stack":
         theirs = torch.nn.TransformerEncoder(theirs, 2, enable_nested_tensor=False)
         names = "mask", "src_key_padding_mask"
-    nn_helpers.perturb(theirs).train(case["train"])
+    place = device_of(backend)
+    nn_helpers.perturb(theirs).train(case["train"]).to(place)
     sizes = (batch, seqlen, embed) if case["batch_first"] else (seqlen, batch, embed)
-    x = torch.randn(sizes, requires_grad=True)
+    x = torch.randn(sizes).to(place).requires_grad_()
     shapes = (seqlen, seqlen), (batch, seqlen)
     for name, kind, shape in zip(names, case["masks"], shapes, strict=True):
         if kind is not None:
-            kwargs[name] = nn_helpers.random_mask(kind, *shape)
+            kwargs[name] = nn_helpers.random_mask(kind, *shape).to(place)
     if case["masks"] == ["learned", "bool"]:  # torch requires equal types
         ignored = kwargs[names[1]]
-        kwargs[names[1]] = torch.zeros(shapes[1]).masked_fill(ignored, float("-inf"))
+        kwargs[names[1]] = torch.zeros(shapes[1], device=place).masked_fill(ignored, float("-inf"))
     holder = torch.nn.Sequential(copy.deepcopy(theirs))
     fused_attn.swap_modules(holder, remove_padding=False)
 

@@ -56,7 +56,7 @@ class CudaBackend(KernelBackend):
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        return attention.attention_decode(readable(call), update)
+        return attention.attention_decode(readable(call, update.capacity), update)
 
 
 def _kernel_files() -> Iterator[Path]:

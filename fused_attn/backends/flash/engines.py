@@ -75,8 +75,8 @@ class Engine:
 
     name: ClassVar[str]
     min_version: ClassVar[str]
-    min_capability: ClassVar[tuple[int, int]] = (8, 0)
-    max_capability: ClassVar[tuple[int, int]] = (12, 9)
+    min_capability: ClassVar[int] = 80
+    max_capability: ClassVar[int] = 129
     head_dim_multiple: ClassVar[int] = 8
     dense: ClassVar[bool] = True
     has_softcap: ClassVar[bool] = True
@@ -102,7 +102,7 @@ class Engine:
         if capability is not None:
             low, high = self.min_capability, self.max_capability
             if not low <= capability <= high:
-                reasons.append("does not support compute capability {}.{}".format(*capability))
+                reasons.append(f"does not support compute capability {capability / 10}")
         reasons += self.head_dim_refusals(problem, capability)
         if problem.softcap and not self.has_softcap:
             reasons.append("does not support softcap")
@@ -117,9 +117,7 @@ class Engine:
             reasons += [defect] if defect else []
         return [f"{self.name} {reason}" for reason in reasons]
 
-    def head_dim_refusals(
-        self, problem: AttentionProblem, capability: tuple[int, int] | None
-    ) -> list[str]:
+    def head_dim_refusals(self, problem: AttentionProblem, capability: int | None) -> list[str]:
         """Return the reasons why this engine does not support the head dimensions."""
         size, size_v = problem.head_dim, problem.head_dim_v
         if size != size_v:
@@ -179,17 +177,15 @@ class FlashAttention4(Engine):
 
     name = "flash-attn-4"
     min_version = "4.0.0b36"
-    min_capability, max_capability = (9, 0), (11, 9)
+    min_capability, max_capability = 90, 119
     has_lse_gradient = True
     traceable = False
     unlimited = None
     lse_option = "return_lse"
 
-    def head_dim_refusals(
-        self, problem: AttentionProblem, capability: tuple[int, int] | None
-    ) -> list[str]:
+    def head_dim_refusals(self, problem: AttentionProblem, capability: int | None) -> list[str]:
         sizes = problem.head_dim, problem.head_dim_v
-        most = 256 if capability is None or capability[0] == 9 else 128
+        most = 256 if capability is None or capability // 10 == 9 else 128
         fits = all(8 <= size <= most for size in sizes) or sizes in ((192, 128), (256, 256))
         if fits and not any(size % 8 for size in sizes):
             return []
@@ -206,7 +202,7 @@ class FlashAttention3(Engine):
 
     name = "flash-attn-3"
     min_version = "3.0.0b1"
-    min_capability = max_capability = (9, 0)
+    min_capability = max_capability = 90
 
     def function(self, name: str) -> Any:
         import flash_attn_interface

@@ -43,9 +43,9 @@ class FlexFlashBackend(FlexBackend):
         if problem.device.type != "cuda":
             return [*reasons, f"runs on cuda, not on {problem.device.type}"]
         capability = capability_of(problem.device)
-        if capability is not None and capability[0] not in (HOPPER, *BLACKWELL):
-            major = capability[0]
-            reasons.append(f"runs on Hopper and Blackwell, not on compute capability {major}.x")
+        if capability is not None and capability // 10 not in (HOPPER, *BLACKWELL):
+            architecture = f"compute capability {capability // 10}.x"
+            reasons.append(f"runs on Hopper and Blackwell, not on {architecture}")
         if problem.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"does not support {problem.dtype}")
         sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
@@ -65,7 +65,7 @@ class FlexFlashBackend(FlexBackend):
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
         block_q, block_k = BLOCK_SIZE
         capability = capability_of(call.query.device)
-        if call.query.shape[2] <= block_q or capability is None or capability[0] not in BLACKWELL:
+        if call.query.shape[2] <= block_q or (capability or 0) // 10 not in BLACKWELL:
             return BLOCK_SIZE
         # On Blackwell, each thread block of the forward processes two query tiles.
         return 2 * block_q, block_k

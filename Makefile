@@ -133,14 +133,15 @@ $(NEWEST_VENV)/installed: $(VENV)/installed
 	@$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/pinned.pth"
 	@touch $@
 
-# Run in an empty folder: in the source tree, Python would import its fused_attn, not the installed one.
+# Run in an empty folder: in the source tree, Python would import fused_attn from the tree instead of the
+# installed package.
 installed-test: ## run the tests of test-torch on the fused_attn that is installed for PYTHON
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && cd "$$dir" && \
 		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
 		--rootdir "$(CURDIR)" $(addprefix $(CURDIR)/,$(TORCH_TESTS))
 
-# docs/compatibility.md lists the tests with different outcomes. The run takes ten minutes and needs no
-# network.
+# docs/compatibility.md lists the tests whose outcome differs from that with unmodified torch. The run takes
+# ten minutes and needs no network.
 torch-suite: env ## run PyTorch's attention, norm and Transformer tests with fused_attn in torch's place: PYTORCH=/path/to/pytorch
 	@test -n "$(PYTORCH)" || { echo "make: PYTORCH must name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
@@ -171,8 +172,8 @@ fuzz: env emulator ## search random calls for results outside the numerics contr
 	TRITON_INTERPRET=1 $(FUZZ) --backend triton || failed=1; \
 	exit $$failed
 
-# Hours: each mutant takes the tests that reach it, and the emulator is compiled for its mutants. A stopped
-# run continues. MUTANTS=masks runs the mutants of one source.
+# This takes hours: it runs the tests that reach each mutant, and compiles the kernels with the mutants. After
+# an interruption, the next run resumes. MUTANTS=masks runs only the mutants of the masks.
 MUTANTS ?= cpu masks triton cuda
 mutants: env ## run the tests on copies of the kernels and masks with a mistake: benchmarks/results/mutants.json
 	@for source in $(MUTANTS); do PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/mutants.py --source $$source || exit 1; done
@@ -208,8 +209,8 @@ sanitize: env ## run the kernel tests under ASan, UBSan and TSan, for CPUs and i
 	$(SAY) "instrumented kernels and their tests, an hour or two on two cores"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/sanitize.py $(SANITIZE)
 
-# Without such a CPU: tests/x86_emulator has the instructions. The first tests select each instruction
-# set themselves, the last run on one that FUSED_ATTN_CPU_ISA names.
+# This needs no CPU with AVX-512 or AMX: tests/x86_emulator emulates their instructions. The tests of the
+# first run select the instruction sets themselves, later runs use the one named by FUSED_ATTN_CPU_ISA.
 X86 = build/x86_emulator
 X86_TESTS ?= $(addprefix tests/ops/test_,batch_invariance.py decode.py few_queries.py isas.py \
 	peaked_rows.py rotary.py tile_gradients.py varlen.py)
@@ -259,9 +260,9 @@ format: $(VENV)/installed ## format the sources
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The wheel needs a glibc at least as new as the one of this machine; .github/workflows/wheels.yml builds for
-# older ones. --exclude: the module must use the libgomp that torch loads, because two copies would each
-# start a pool of threads.
+# The wheel may need a newer glibc than those of .github/workflows/wheels.yml; auditwheel prints the version.
+# --exclude: the module must use the libgomp that torch loads, because two copies would each start a pool of
+# threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 	$(SAY) "building the wheel: a minute, and longer if sources must be compiled"
 	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \

@@ -94,8 +94,8 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         return causal("top_left" if is_top_left else "bottom_right")
     if _decides_its_values(type(attn_mask)):
         raise TypeError(
-            f"attn_mask must be a plain tensor, got {describe(attn_mask)}, a subclass that "
-            "overrides __torch_function__: if its values are stored in its memory, pass "
+            f"attn_mask must be a plain tensor, got {type(attn_mask).__name__}, a Tensor subclass "
+            "that overrides __torch_function__: if its values are stored in its memory, pass "
             "attn_mask.as_subclass(torch.Tensor)"
         )
     return attn_mask

@@ -270,9 +270,9 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
         for layer in self.layers:
             if not (_takes_masks(layer, "self_attn") and _takes_masks(layer, "multihead_attn")):
                 raise TypeError(
-                    "layers must be fused_attn.nn.TransformerDecoderLayer with "
-                    "fused_attn.nn.MultiheadAttention, without add_bias_kv and add_zero_attn, got "
-                    f"{type(layer).__name__}"
+                    "each layer must be a fused_attn.nn.TransformerDecoderLayer whose attention "
+                    "is fused_attn.nn.MultiheadAttention without add_bias_kv or add_zero_attn, got "
+                    f"{type(layer).__module__}.{type(layer).__name__}"
                 )
             if not all(is_unmodified(m) for m in (layer, layer.self_attn, layer.multihead_attn)):
                 raise TypeError(

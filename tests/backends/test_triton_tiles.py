@@ -99,7 +99,7 @@ def test_tiles_are_listed_where_ranges_do_not_suffice(name):
 
 @triton.jit
 def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Classify a column of tiles with `query_tiles`; store it in kinds[batch, num_m, num_n]."""
+    """Classify a column of tiles with `query_tiles`; store their kinds in `kinds`."""
     b, n = tl.program_id(0), tl.program_id(1)
     bounds = sequence_bounds(mask, sizes, b)
     lo, hi, full_lo, full_hi = query_tiles(

@@ -94,7 +94,7 @@ def test_mask_tensors(name, kind, dtype, backend):
     "shape", [(40, 70), (4, 40, 70), (1, 1, 1, 70), (2, 1, 40, 1), (2, 4, 40, 70)], ids=str
 )
 def test_gradients_of_masks(shape, dtype, backend):
-    """The gradient has the shape of the mask, even if a query has no visible key."""
+    """The gradient of a float mask has its shape and is within the contract, if keys are masked."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     if shape[-1] > 1:
         mask[..., 5:30] = float("-inf")

@@ -30,9 +30,9 @@ def attention(**kwargs):
 
 
 def test_need_weights_with_a_sequence_of_padding_alone():
-    """With all keys padded, torch returns NaN; fused_attn returns out_proj's bias and zero weights.
+    """If all keys of a sequence are padding, fused_attn returns out_proj's bias and zero weights.
 
-    In torch, even a loss on the other sequence alone has NaN gradients.
+    torch returns NaN, and a loss on only the other sequence of the batch also has NaN gradients.
     """
     theirs, ours = attention()
     x = torch.randn(BATCH, LENGTH, EMBED)

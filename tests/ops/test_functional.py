@@ -115,7 +115,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_as_torch_takes_them(name):
-    """NumPy scalars and one-element tensors are accepted as scale, dropout_p and softcap."""
+    """NumPy scalars and 0-dimensional tensors are accepted as scale, dropout_p and softcap."""
     number, x = NUMBERS[name], torch.randn(1, 2, 5, 8)
     want = F.scaled_dot_product_attention(x, x, x, scale=0.25)
     torch.testing.assert_close(

@@ -208,7 +208,7 @@ def test_wrong_arguments():
         ours.prepare(randn(2, LEN_S, EMBED))
     handle.remove()
     ours.layers[1] = theirs.layers[1]
-    with pytest.raises(TypeError, match="got TransformerDecoderLayer"):
+    with pytest.raises(TypeError, match="got torch.nn.modules.transformer.TransformerDecoderLayer"):
         ours.prepare(randn(2, LEN_S, EMBED))
 
 

@@ -26,10 +26,10 @@ from fused_attn.distributed import Sharding, balanced_sharding
 from fused_attn.distributed.balance import work_of_ranks
 from fused_attn.distributed.plan import Step, plan_of
 from fused_attn.distributed.ring import AHEAD
+from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks import Mask
 from fused_attn.masks.intervals import intervals_of
 from fused_attn.masks.spec import normalize
-from fused_attn.masks.visible_keys import VisibleKeys
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 RESULTS = Path(__file__).parent / "results" / "scale.json"

@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_attn import masks
 from fused_attn.distributed import Sharding, context_parallel
 from fused_attn.distributed.plan import plan_of
+from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.spec import normalize
-from fused_attn.masks.visible_keys import VisibleKeys
 
 SEQLEN, STEPS, STEPS_FLOAT64, LEARNING_RATE = 8192, 30, 5, 4e-3
 IGNORED = -100  # label of the last token of a scene, which has no next token

@@ -19,7 +19,13 @@ SOURCES = {
     "cpu": ["csrc/cpu/kernels/*.h", "csrc/block_ranges.h", "csrc/bind_[cf]*.h"],
     "cuda": ["csrc/cuda/[!i]*.cuh"],  # without intrinsics.cuh, which the emulator replaces
     "triton": ["fused_attn/backends/triton/*.py"],
-    "masks": ["fused_attn/masks/*.py", "fused_attn/call/validation.py", "fused_attn/decode.py"],
+    "masks": [
+        "fused_attn/masks/*.py",
+        "fused_attn/call/validation.py",
+        "fused_attn/decode.py",
+        "fused_attn/distributed/checksum.py",
+        "fused_attn/distributed/visible_keys.py",
+    ],
 }
 SWITCH = "@"  # true while the mutant is on
 

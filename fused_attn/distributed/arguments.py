@@ -15,10 +15,10 @@ from fused_attn.base.torch_state import FLOATS
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import agreed, learned
+from fused_attn.distributed.checksum import checksum
 from fused_attn.distributed.ranks import Ranks, gather_on_mesh, index_of, size_of
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
-from fused_attn.masks.checksum import checksum
 from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.varlen import packed_spec

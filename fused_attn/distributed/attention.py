@@ -23,11 +23,11 @@ from fused_attn.distributed.arguments import (
 from fused_attn.distributed.plan import Plan, plan_of
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.ring import Ring, ring
+from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import Memo, recall, recall_on_tensor
 from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import BOUNDS, MaskSpec
-from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.ops.seeds import new_seed
 
 T = TypeVar("T")

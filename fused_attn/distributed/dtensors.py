@@ -167,7 +167,7 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute out and the attention weights of all heads of a call with DTensors."""
     local, _, sharding = _local_attention(call)
-    out, weights = dispatch.select_and_run_weights(local, average, named)
+    out, weights = dispatch.run_weights(local, average, named)
     return sharding.from_local(out), _of_all_heads(weights, sharding, average)
 
 
@@ -285,7 +285,7 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
     """Compute a norm call with a DTensor as `dispatch.norm` does."""
     shape = call.input.shape
     local, sharding = _local_norm(call)
-    out, total = dispatch.select_and_run_norm(local, want_total, named)
+    out, total = dispatch.run_norm(local, want_total, named)
     return dispatch.norm_in_shape(sharding.from_local(out), sharding.from_local(total), shape)
 
 

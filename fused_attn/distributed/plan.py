@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from fused_attn.base.philox import DECISIONS
 from fused_attn.distributed.sharding import Sharding
+from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.restrict import split_at_overlap
-from fused_attn.masks.visible_keys import VisibleKeys
 
 
 class Piece(NamedTuple):

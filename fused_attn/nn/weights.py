@@ -57,4 +57,4 @@ def attention_with_weights(
     handler = handler_of(query)
     if handler is not None:
         return handler.attention_with_weights(call, average, backend)
-    return dispatch.select_and_run_weights(checked_attention(call)[0], average, backend)
+    return dispatch.run_weights(checked_attention(call)[0], average, backend)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, reference
+from fused_attn.base.flat import FlatT
+from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.call.calls import (
     AttentionBackward,
     AttentionCall,
@@ -25,7 +27,6 @@ from fused_attn.call.calls import (
     WeightsBackward,
 )
 from fused_attn.ops import library as ops
-from fused_attn.ops.saving import runs_kernels, save, saved, tracked
 from fused_attn.ops.second_order import differentiated
 
 
@@ -37,7 +38,7 @@ def attention(
     Args:
         outputs: results of the forward if it has run; otherwise, it runs through its op.
     """
-    call, tensors = tracked(call)
+    call, tensors = _tracked(call)
     return _Attention.apply(call, backend, outputs, count, *tensors)
 
 
@@ -45,13 +46,13 @@ def weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: Backend
 ) -> Any:
     """Return the attention weights of a call (see `AttentionCall.weights`), with gradients."""
-    call, tensors = tracked(call)
+    call, tensors = _tracked(call)
     return _Weights.apply(call, lse, lse_residual, average, backend, *tensors)
 
 
 def norm(call: NormCall, backend: Backend, outputs: NormOutputs | None) -> Any:
     """Return out and total of a norm call, with gradients. For `outputs`, see `attention`."""
-    call, tensors = tracked(call)
+    call, tensors = _tracked(call)
     return _Norm.apply(call, backend, outputs, *tensors)
 
 
@@ -82,7 +83,7 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)
         if count > 2:
             ctx.mark_non_differentiable(*outputs[2:count])
-        save(ctx, *outputs, *tensors)
+        _save(ctx, *outputs, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
         return outputs.out if count == 1 else outputs[:count]
 
@@ -90,14 +91,14 @@ class _Attention(Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Any) -> Any:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        out, lse, lse_residual, out_residual, *tensors = saved(ctx)
+        out, lse, lse_residual, out_residual, *tensors = _saved(ctx)
         call, backend = ctx.call.with_tensors(tensors), ctx.backend
         outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
         grad = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _needs(ctx, _ATTENTION_FIRST + _BIAS)
         work = AttentionBackward(call, outputs, grad, grad_lse, needs_bias)
         grads: Any = None
-        if backend.accepts_unchecked and runs_kernels(grad, grad_lse):
+        if backend.accepts_unchecked and _runs_kernels(grad, grad_lse):
             grads = backend.attention_bwd(work)
         if grads is None:
             call = call.kernel_layout()
@@ -122,13 +123,13 @@ class _Weights(Function):
         backend: Backend,
         *tensors: Tensor | None,
     ) -> Tensor:
-        save(ctx, lse, lse_residual, *tensors)
+        _save(ctx, lse, lse_residual, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
         return ops.attention_weights(call, lse, lse_residual, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        lse, lse_residual, *tensors = saved(ctx)
+        lse, lse_residual, *tensors = _saved(ctx)
         call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
         needs_bias = _needs(ctx, _WEIGHTS_FIRST + _BIAS)
         work = WeightsBackward(call, lse, lse_residual, grad_weights, average, needs_bias)
@@ -161,13 +162,13 @@ class _Norm(Function):
         # The backward kernel needs only the sum, which is input without residual and dropout.
         # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
-        save(ctx, total, outputs.mean, outputs.rstd, *tensors)
+        _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
         return outputs[:2]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
-        total, mean, rstd, *tensors = saved(ctx)
+        total, mean, rstd, *tensors = _saved(ctx)
         call, backend = ctx.call.with_tensors(tensors), ctx.backend
         if not call.has_total:
             grad_total = None  # total is empty; torch.compile passes zeros as its gradient
@@ -177,7 +178,7 @@ class _Norm(Function):
         grad = torch.zeros_like(total) if grad_out is None else grad_out
         work = NormBackward(call.of_total(total), mean, rstd, grad, grad_total, *needs)
         grads: Any = None
-        if backend.accepts_unchecked and runs_kernels(grad, grad_total):
+        if backend.accepts_unchecked and _runs_kernels(grad, grad_total):
             grads = backend.norm_bwd(work)
         if grads is None:
             grads = _norm_gradients(call, work, backend)
@@ -218,3 +219,40 @@ def _by_norm_tensor(
         None,
         None,
     )
+
+
+def _tracked(call: FlatT) -> tuple[FlatT, Sequence[Tensor | None]]:
+    """Return a call and its tensors as arguments for the `apply` of a Function.
+
+    Trailing Nones are left out, as each argument takes time. Under torch.compile, which rejects the
+    same tensor twice, repeated tensors are replaced by views.
+    """
+    tensors = call.tensors()
+    if is_compiling():
+        different: list[Tensor | None] = []
+        for tensor in tensors:
+            if tensor is not None and any(tensor is other for other in different):
+                tensor = tensor.view_as(tensor)
+            different.append(tensor)
+        tensors = tuple(different)
+        call = call.with_tensors(tensors)
+    count = len(tensors)
+    while tensors[count - 1] is None:
+        count -= 1
+    return call, tensors[:count]
+
+
+def _runs_kernels(grad: Tensor | None, other: Tensor | None) -> bool:
+    """Return True if a backward may call kernels directly: eager, first-order and unbatched."""
+    return not torch.is_grad_enabled() and plain_eager(grad, other)
+
+
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Return the stored tensors, cast back if a saved-tensor hook changed their dtype."""
+    pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in pairs]

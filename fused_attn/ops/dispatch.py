@@ -159,15 +159,9 @@ def run_attention(
     return results if want_lse else (results, None)
 
 
-def select_and_run_weights(
-    call: AttentionCall, average: bool, named: str | None
-) -> tuple[Tensor, Tensor]:
-    """Run a validated call as `attention_with_weights`, on the backend that is selected for it."""
-    return run_weights(call, average, select(problem_of(call, "weights"), named))
-
-
-def run_weights(call: AttentionCall, average: bool, backend: Backend) -> tuple[Tensor, Tensor]:
+def run_weights(call: AttentionCall, average: bool, named: str | None) -> tuple[Tensor, Tensor]:
     """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
+    backend = select(problem_of(call, "weights"), named)
     if counting and not is_compiling():
         _count(backend, call.query, call.key, call.mask)
     call = _seeded(call, backend)
@@ -201,15 +195,8 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
     check_no_dtensors(
         "input", call.input, weight=call.weight, bias=call.bias, residual=call.residual
     )
-    out, total = select_and_run_norm(checked_norm(call), want_total, named)
+    out, total = run_norm(checked_norm(call), want_total, named)
     return norm_in_shape(out, total, call.input.shape)
-
-
-def select_and_run_norm(
-    call: NormCall, want_total: bool, named: str | None
-) -> tuple[Tensor, Tensor | None]:
-    """Run a validated norm call on the backend that is selected for it."""
-    return run_norm(call, select(problem_of(call), named), want_total)
 
 
 def norm_in_shape(
@@ -253,8 +240,9 @@ def _try_unchecked_norm(
     return out, total if call.has_total else call.input
 
 
-def run_norm(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor, Tensor | None]:
-    """Run a validated norm call on a backend; return out and the sum, as `norm` does."""
+def run_norm(call: NormCall, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
+    """Run a validated norm call; return out and the sum, as `norm` does."""
+    backend = select(problem_of(call), named)
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.norm_fwd(call, False, want_total)

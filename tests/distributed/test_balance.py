@@ -18,8 +18,8 @@ from fused_attn.distributed import Sharding, balanced_sharding
 from fused_attn.distributed.balance import imbalance, work_of_ranks
 from fused_attn.distributed.plan import plan_of
 from fused_attn.distributed.sharding import MAX_RUNS
+from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.spec import normalize
-from fused_attn.masks.visible_keys import VisibleKeys
 
 LENGTH, LONGEST = 2**20, 2**17  # positions; longest document, the context of Llama 3.1
 LIMIT = 1.05  # largest work of a rank, relative to the mean

@@ -208,7 +208,7 @@ def test_wrong_arguments():
         ours.prepare(randn(2, LEN_S, EMBED))
     handle.remove()
     ours.layers[1] = theirs.layers[1]
-    with pytest.raises(TypeError, match="got torch.nn.modules.transformer.TransformerDecoderLayer"):
+    with pytest.raises(TypeError, match=r"got torch\.nn\.modules\.transformer\.T"):
         ours.prepare(randn(2, LEN_S, EMBED))
 
 

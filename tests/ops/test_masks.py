@@ -12,7 +12,7 @@ from helpers import BACKENDS, device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.masks.checksum import checksum
+from fused_attn.distributed.checksum import checksum
 from fused_attn.masks.mask import _mapped
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize

@@ -198,8 +198,7 @@ def test_packed_sequences(backend):
 @FEWER
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_weights(part, backend):
-    backend, keep = get_backend(backend), whole_keep()[part]
-    call = shard(part, backend.name)
+    keep, call = whole_keep()[part], shard(part, backend)
     _, weights = dispatch.run_weights(call, False, backend)
     assert torch.equal((weights != 0).cpu(), keep)
     _, average = dispatch.run_weights(call, True, backend)
@@ -220,7 +219,7 @@ def test_gradient_of_weights(average, part, backend):
     eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)
     query = eye.new_zeros(*call.query.shape[:3], seqlen_k).requires_grad_()
     call = replace(call, query=query, key=eye)
-    dispatch.run_weights(call, average, get_backend(backend))[1].sum().backward()
+    dispatch.run_weights(call, average, backend)[1].sum().backward()
     assert torch.equal((query.grad > 0).cpu(), whole_keep()[part])
 
 
@@ -267,10 +266,10 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
 def test_norms(batch0, columns, dtype, backend):
     for rms in (False, True):
         call, keep = norm_shard(backend, dtype, columns, rms, batch0, slice(7, 18))
-        _, total = dispatch.run_norm(call, get_backend(backend), True)
+        _, total = dispatch.run_norm(call, True, backend)
         assert torch.equal((total != 0).cpu(), keep)
         call.input.requires_grad_()
-        total = dispatch.run_norm(call, get_backend(backend), True)[1]
+        total = dispatch.run_norm(call, True, backend)[1]
         assert torch.equal((total != 0).cpu(), keep)
         total.sum().backward()
         assert torch.equal((call.input.grad != 0).cpu(), keep)
@@ -286,7 +285,7 @@ def test_wide_norms(backend):
     """Shards of norms whose rows are read in chunks drop the elements of the complete call."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
-    total = dispatch.run_norm(call, get_backend(backend), True)[1]
+    total = dispatch.run_norm(call, True, backend)[1]
     total.sum().backward()
     for got in (total, call.input.grad):
         assert torch.equal((got != 0).cpu(), keep)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every supported GPU, within limits on register spills."""
+"""Triton kernels compile for four GPU architectures, within limits on spills and shared memory."""
 
 from __future__ import annotations
 

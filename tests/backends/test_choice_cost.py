@@ -1,4 +1,4 @@
-"""The selected backend is cached, so repeated calls do not pay for the selection again."""
+"""The selected backend is cached, so repeated calls do not select it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.addaudithook(note)  # a hook cannot be removed, so there is one for the modu
 @pytest.mark.parametrize("head_dim", [64, 264, 512])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
-    """For any head_dim, a repeated call reads no files, such as package metadata."""
+    """A repeated call opens no files and lists no folders, for example for package metadata."""
     query = torch.randn(1, 2, 4, head_dim, requires_grad=requires_grad)
 
     def call():

@@ -49,7 +49,7 @@ def kernels_of(call):
     ids=["padding", "documents", "key_mask"],
 )
 def test_cached_masks(mask):
-    """A mask with cached ID ranges or tile summaries gives the same output as one without."""
+    """A mask gives the same output with its cached values as after its cache is cleared."""
     F.scaled_dot_product_attention(*qkv(), mask)
     tensors = qkv()
     got = F.scaled_dot_product_attention(*tensors, mask)

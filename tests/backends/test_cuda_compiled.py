@@ -1,4 +1,4 @@
-"""nvcc compiles the CUDA kernels without register spills."""
+"""nvcc compiles 16-bit attention and the other CUDA kernels without register spills."""
 
 from __future__ import annotations
 

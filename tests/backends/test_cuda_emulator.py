@@ -159,7 +159,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """Return the error messages that a mistake causes with 8 seeds; each seed must detect it."""
+    """Assert that a mistake causes an error with each of 8 seeds; return the error messages."""
     messages = []
     for seed in range(8):
         settings(seed)

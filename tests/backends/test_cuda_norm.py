@@ -23,7 +23,7 @@ SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
-    """Limit the backward to two blocks, so that each processes several rounds of rows."""
+    """Limit the backward to at most two blocks, so that blocks process several rounds of rows."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 1)
 
 
@@ -38,7 +38,7 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
 
 
 def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """Norms are within the numerics contract with more partial sums (35) than warps (32)."""
+    """Norms are within the numerics contract if 32 warps of the backward add 35 partial sums."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
@@ -52,7 +52,7 @@ def test_16_bit_row_in_stretches():
 
 @pytest.mark.parametrize("columns", [12304, 6401])
 def test_cancellation_over_stretches(columns):
-    """Norms are within the numerics contract if a row's first chunk has a very different mean."""
+    """Norms are within the numerics contract if a row's first chunk is far from the row's mean."""
     noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
     tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")

@@ -108,7 +108,7 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 
 
 def test_one_query(install):
-    """One query uses max_seqlen_q=2: with 1, flash-attn 2 assumes one row per sequence."""
+    """A call with one query passes max_seqlen_q=2: 1 means one row per sequence in flash-attn 2."""
     install("flash-attn")
     query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
     got, wanted = (

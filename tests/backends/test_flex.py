@@ -218,9 +218,9 @@ def test_compiled_forward(name, monkeypatch):
 
 
 def test_compilations_are_bounded(monkeypatch):
-    """For 20 shapes with every mask, there are at most two variants per mask.
+    """Over 20 shapes, a mask has at most two variants on average.
 
-    On average, a variant is compiled at most 1.2 times.
+    A variant is compiled at most 1.2 times on average. The masks intervals and bits are left out.
     """
     compile_, count = torch.compile, []
 
@@ -337,7 +337,7 @@ def test_failed_compilations(monkeypatch):
 
 
 def test_without_positions():
-    """Calls with empty tensors return empty or zero outputs without running a kernel."""
+    """Calls without queries return an empty output, and calls without keys return zeros."""
     query, key = torch.empty(2, 2, 0, 16), torch.empty(2, 2, 5, 16)
     out = fused_attn.scaled_dot_product_attention(query, key, key, backend="flex")
     assert out.shape == query.shape
@@ -369,7 +369,7 @@ def large(**properties):
 
 
 def test_default_in_place_of_large_scores():
-    """flex is the default, instead of eager, for supported calls with large score matrices."""
+    """flex, not eager, is the default for calls with large scores that torch's SDPA refuses."""
     for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
         assert registry.choose(problem)[0].name == "flex"
         assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"

@@ -35,7 +35,7 @@ sys.exit(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="reason: needs fork")
 @pytest.mark.parametrize(("parent", "expected"), [("warm", "True 1 1"), ("cold", "True 0 2")])
 def test_child_of_a_fork(parent, expected):
-    """A forked child does not hang, and computes the same result as its parent.
+    """A forked child does not hang, and repeats its parent's result if the parent computed one.
 
     It warns and uses one thread if the parent has used threads.
     """

@@ -76,7 +76,7 @@ def test_lse_of_transposed_columns():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkeypatch):
-    """Calls that torch supports skip validation and match torch, with masks of any rank."""
+    """Calls that torch supports skip validation and match torch, even with 2-D and 3-D masks."""
     monkeypatch.setattr(dispatch, "select", None)
     q, k, v = qkv(grad=grad)
     visible, bias = torch.rand(2, 4, 33, 50) > 0.3, torch.randn(4, 33, 47)
@@ -104,7 +104,10 @@ def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkey
 @pytest.mark.parametrize("backend", ["sdpa", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unchecked_under_autocast(backend, dtype, monkeypatch):
-    """Under autocast, calls skip validation and run in the autocast dtype; int is refused."""
+    """Under autocast, attention and norms skip validation, and integer tensors are refused.
+
+    Attention runs in the autocast dtype, and norms in the dtype of their input.
+    """
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)

@@ -129,7 +129,10 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
 
 
 def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
-    """cuDNN is off for masks with gradients: https://github.com/pytorch/pytorch/issues/196678."""
+    """cuDNN is disabled for masked calls that need gradients.
+
+    https://github.com/pytorch/pytorch/issues/196678
+    """
     masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
     assert not cudnn_is_enabled(monkeypatch, masked)
     assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)

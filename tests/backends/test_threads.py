@@ -1,4 +1,4 @@
-"""Threads that compile, select a backend or fork do not affect each other's calls."""
+"""Calls while another thread compiles, and use_backend blocks that end out of order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn.base.torch_state import is_compiling
 
 
 def test_calls_while_another_thread_compiles():
-    """Arguments are checked although torch.compiler.is_compiling() is True on all threads."""
+    """While one thread compiles, another thread validates the arguments of its eager calls."""
     query, found = torch.randn(1, 2, 8, 16), []
 
     def elsewhere():

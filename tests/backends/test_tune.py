@@ -107,7 +107,7 @@ def test_head_dims_are_rounded_up():
 
 
 def test_rows_are_those_of_tuning():
-    """Printed rows contain the newly found configs, and other rows keep their configs."""
+    """A printed row has the newly found configs, and the old configs of all other head_dims."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}
     text = tune.rows("sm_90", "NVIDIA H200", found)
     assert "# NVIDIA H200: 64 1.00x, 128 1.50x as fast as the row before" in text

@@ -362,7 +362,7 @@ def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
 
 
 def test_readers_see_whole_files(stand_in):
-    """Readers never see a partial verdict file, even during concurrent writes."""
+    """No read returns a partial verdict file, even during concurrent writes."""
     stored()
     stop, reasons = threading.Event(), set()
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypa
 
 
 def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
-    """If the machine's identity cannot be read, verdicts are ignored, and the reason is given."""
+    """If a kernel's source file cannot be read, verdicts are ignored, and the reason is given."""
     stored()
     monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
     verdicts.read_again()
@@ -446,7 +446,7 @@ def test_compiled_calls_are_chosen_alike(stand_in):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_exported_lengths_stay_open(stand_in, everywhere, strict):
-    """An exported program uses a backend only if it is usable for all lengths."""
+    """With a dynamic length, an exported program uses a backend only if all lengths are usable."""
     words = verdicts.length_words() if everywhere else ["L<=128"]
     stored([NAME._replace(sizes=f"D<=32,{word}") for word in words])
 

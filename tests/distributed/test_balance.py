@@ -102,7 +102,10 @@ PARTITIONS = [
 
 @pytest.mark.parametrize(("length", "name"), PARTITIONS)
 def test_every_position_has_one_rank(length, name):
-    """Each position is on one rank (Sharding checks it); row counts differ by at most a chunk."""
+    """Each position is on one rank, which Sharding checks, and each rank's runs are sorted.
+
+    Row counts differ by at most chunk_size, or without one by at most length / ranks.
+    """
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):
         if chunk_size is not None and -(-length // (chunk_size * ranks)) > MAX_RUNS:
@@ -120,7 +123,7 @@ def test_every_position_has_one_rank(length, name):
 
 
 def test_keys_of_the_same_document_stay_together():
-    """Ranks receive far fewer keys than if chunks were assigned by their amount of work alone."""
+    """Ranks receive less than 70 % of the keys of a sharding that considers only the work."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
     visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))

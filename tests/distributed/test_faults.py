@@ -1,4 +1,4 @@
-"""If one rank makes a mistake or fails, all ranks raise an error instead of hanging."""
+"""If one rank passes wrong arguments or fails, the others raise an error instead of hanging."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_pieces_end_with_their_sequence():
     ids=["causal", "window", "documents", "none"],
 )
 def test_only_visible_keys_are_received(mask, most):
-    """Ranks receive only keys that their queries need; a causal mask halves their number."""
+    """Ranks receive half of the keys with a causal mask, at most 10 % with windows or documents."""
     length, ranks = 1024, 8
     spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
     sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))

@@ -190,7 +190,7 @@ def test_two_runs_are_equal_bit_by_bit(method, ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_number_of_steps_in_flight(method, ranks):
-    """Results are bitwise identical for any number of steps in flight."""
+    """Results are bitwise identical with one, two and the default number of steps in flight."""
     tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
     given = [*tensors.values(), None]
     grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])

@@ -1,4 +1,4 @@
-"""Properties of all examples: reproducible results, agreement with eager, arguments, claims."""
+"""Properties of the examples: reproducible results, agreement with eager, arguments, claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markers of the tests in this folder: `gpu` on a machine with a GPU, otherwise `thorough`."""
+"""Markers of the tests in this folder: `gpu` with a GPU, else `thorough` for the long ones."""
 
 from __future__ import annotations
 

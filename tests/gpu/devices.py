@@ -1,7 +1,6 @@
 """Device of the tests in this folder: the GPU if there is one, else the CPU.
 
-On a CPU, they check the tests themselves. On a GPU, they test the package's default there, which
-is torch's kernels.
+The tests are for GPUs. On a CPU, running them checks only the tests themselves.
 """
 
 from __future__ import annotations

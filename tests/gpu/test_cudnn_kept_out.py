@@ -32,7 +32,7 @@ def operands(seqlen_q=SIZES[2], dtype=torch.bfloat16):
 
 @contextlib.contextmanager
 def kernels():
-    """Record the names of torch's fused attention ops that run within the block."""
+    """Record the names, without PREFIX, of torch's SDPA ops that run within the block."""
     names = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield names
@@ -53,7 +53,7 @@ MASKS = {
 
 
 def called(how, mask, leaves):
-    """Call attention in one of the ways that users do, and return out."""
+    """Return out of torch's function under enabled(), or of ours on the backend `how`."""
     if how == "enabled":
         with fa.enabled():
             return F.scaled_dot_product_attention(*leaves, mask)
@@ -121,7 +121,7 @@ CAUSAL = {
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if by_torch(b)])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
-    """For causal calls, torch's SDPA receives is_causal without a mask, and runs a fused kernel."""
+    """For unmasked and causal calls, torch's SDPA receives no mask and runs a fused kernel."""
     mask, is_causal = CAUSAL[name]()
     given, attend = [], sdpa.torch_sdpa
 

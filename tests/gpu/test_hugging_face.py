@@ -55,10 +55,10 @@ def token_inputs(side="right"):
 
 
 def check_hf(fused, theirs, side, within=contextlib.nullcontext):
-    """Check a model against an unswapped one, with eager attention, on the same device.
+    """Compare a model with its original, which runs eager attention on the same device.
 
     The float64 reference runs torch's SDPA, because transformers' eager attention always computes
-    the softmax in float32, in which its mask of fully masked rows overflows.
+    the softmax in float32, in which the float64 mask of fully masked rows overflows.
     """
     inputs, real = token_inputs(side)
     double = copy.deepcopy(theirs)

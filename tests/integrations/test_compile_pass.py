@@ -142,7 +142,7 @@ def in_steps(q, k, v):
 
 
 def shifted(q, k, v):
-    """Attention that subtracts the row maximum of scores; a mean of the weights is unused."""
+    """Attention that subtracts the row maximum of scores; the mean of the weights is not used."""
     sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
     sim = sim - sim.amax(dim=-1, keepdim=True).detach()
     weights = sim.softmax(dim=-1, dtype=torch.float32)

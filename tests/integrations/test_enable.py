@@ -48,7 +48,7 @@ def with_gradients(*tensors, **options):
 
 
 def agrees_with_torch(*tensors, calls=1, **options):
-    """Assert that fused_attn computes all `calls`, and that float64 results equal torch's."""
+    """Assert that fused_attn computes `calls` calls, and that float64 results equal torch's."""
     expected = with_gradients(*tensors, **options)
     with taken_over() as computed:
         actual = with_gradients(*tensors, **options)

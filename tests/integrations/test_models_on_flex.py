@@ -51,7 +51,7 @@ def calls(monkeypatch):
 
 
 def compared(model, **inputs):
-    """Return a model's last hidden states after a swap, on the backend "flex", and before it."""
+    """Return a model's last hidden states, swapped on the backend "flex" and before the swap."""
     model = model.eval()
     want = model(**inputs).last_hidden_state
     fused_attn.swap_modules(model)

@@ -82,7 +82,7 @@ def test_activations(name):
 
 
 def test_one_pass_each():
-    """Training does not call torch's GELU, dropout or layer norm.
+    """In training mode, the encoder's forward does not call torch's GELU, dropout or layer norm.
 
     Gradient checkpointing gives the same output and gradients.
     """

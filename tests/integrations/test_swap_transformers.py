@@ -25,7 +25,7 @@ def _seed():
 
 @pytest.fixture
 def kernel_calls():
-    """Return a list to which each call of this package's functions appends its name."""
+    """Return a list to which each call of our attention or norms appends the function's name."""
     names = ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm")
     with functions_called(*names) as seen:
         yield seen

@@ -1,4 +1,4 @@
-"""swap_modules reports attention that it does not fuse. Reprs and profilers show what is fused."""
+"""Attention that swap_modules reports as unfused, and fused modules in reprs and profilers."""
 
 from __future__ import annotations
 

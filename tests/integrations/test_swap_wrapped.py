@@ -27,7 +27,7 @@ def _seed():
 
 @pytest.fixture
 def kernel_calls():
-    """Return a list to which each call of this package's functions appends its name."""
+    """Return a list to which each call of our attention or layer norm appends its name."""
     with functions_called("scaled_dot_product_attention", "layer_norm") as seen:
         yield seen
 
@@ -121,7 +121,7 @@ STACKS = {
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(EMBED), None], ids=["norm", ""])
 @pytest.mark.parametrize("case", STACKS)
 def test_stacks_that_pack_padding_in_inference(case, norm, kernel_calls, monkeypatch):
-    """Stacks that pack padding in inference return 0 in padded rows, before and after a swap."""
+    """In inference, a swap changes no row of stacks that pack padding, not even padded rows."""
     make, flags = STACKS[case]
     model = perturb(make()).eval()
     model.norm = copy.deepcopy(norm)

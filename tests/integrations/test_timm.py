@@ -1,4 +1,4 @@
-"""timm's ViT, DeiT and Swin, with random weights, on our kernels against torch's.
+"""timm's ViT, DeiT and Swin with random weights, on our kernels, compared with torch's.
 
 Their attention calls torch's `scaled_dot_product_attention`, which `enable()` replaces. Their norms
 are modules that `swap_modules` replaces.

@@ -405,7 +405,7 @@ def test_attention_position_bias():
 
 
 def test_models_with_copies_of_the_config():
-    """The swap reaches T5's encoder and decoder, whose configs set_attn_implementation misses."""
+    """The swap and set_implementation also change the config copies of T5's encoder and decoder."""
     cfg = transformers.T5Config(
         vocab_size=50, d_model=24, num_layers=1, num_heads=3, d_ff=32, d_kv=8, dropout_rate=0.0
     )

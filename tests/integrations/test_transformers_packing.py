@@ -282,7 +282,7 @@ def test_compiled_encoders(name, packed):
 
 
 def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
-    """An encoder that mixes tokens retains its padding, because a packed trial batch differs."""
+    """An encoder that mixes tokens stays padded, because packing changes its results."""
     stack = transformers.models.bert.modeling_bert.BertEncoder
     forward = stack.forward
 
@@ -302,7 +302,7 @@ def test_layers_that_mix_tokens_are_not_packed(monkeypatch):
 
 
 def test_models_without_memory_keep_their_padding():
-    """On the meta device, no batch can be tried, so encoders keep padding until a later swap."""
+    """On the meta device, no trial batch can run, so encoders stay padded until a later swap."""
     with torch.device("meta"):
         fused = model("Bert")
     stack = type(fused.encoder)

@@ -1,4 +1,7 @@
-"""Checks of the simulated GPU. tests/repo/test_pretended_gpu.py runs pytest on this file."""
+"""Checks of the simulated GPU.
+
+tests/repo/test_pretended_gpu.py runs pytest on this file.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def test_waiting_after_a_capture() -> None:
 def launch(
     grid: tuple[int, int, int], block: tuple[int, int, int], shared: int = 0, opt_in: int = 0
 ) -> int:
-    """Launch a kernel through the driver, and return the error."""
+    """Launch a kernel through the driver, and return the error code, 0 for success."""
     driver = ctypes.CDLL("libcuda.so.1")
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_void_p()
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)

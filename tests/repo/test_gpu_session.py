@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py saves all finished results, no matter what fails later."""
+"""scripts/gpu_session.py saves all finished results, even if later tests crash or hang."""
 
 from __future__ import annotations
 

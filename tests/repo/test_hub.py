@@ -169,7 +169,7 @@ def published(monkeypatch, repository):
 def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
     """A model whose attn_implementation is the name of the Hub repository agrees with eager.
 
-    The inputs are padded. The models have windows (the last three), softcap (Gemma2) and sinks
+    The inputs are padded. Some models have windows (the last three), softcap (Gemma2) or sinks
     (GptOss).
     """
     from hf_families import FAMILIES

@@ -12,7 +12,7 @@ import fused_attn
 opened: list[str] = []
 counting = False
 # Events of Python's runtime for accesses to files.
-FILES = ("open", "os.listdir", "os.scandir", "os.stat")
+FILES = ("open", "os.listdir", "os.scandir")
 
 
 def note(event: str, args: tuple) -> None:

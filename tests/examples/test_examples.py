@@ -27,10 +27,7 @@ def losses(printed: str) -> dict[str, float]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "translate" else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_seed_decides_and_the_reference_agrees(name, tmp_path):
     """Two runs with one seed have equal figures and plots, except for times.
 

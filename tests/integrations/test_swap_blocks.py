@@ -169,4 +169,5 @@ def test_compiled():
     swap_modules(model)
     compiled = torch.compile(model, backend="aot_eager")
     got = results(compiled, inputs)
-    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    grads = {name.removeprefix("_orig_mod."): grad for name, grad in got[1].items()}
+    torch.testing.assert_close((got[0], grads), want, rtol=1e-4, atol=1e-5)

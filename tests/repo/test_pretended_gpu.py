@@ -23,9 +23,10 @@ pytestmark = [
         "test_capture",
         "test_waiting",
         "test_refused or test_largest",
-        "test_unknown or test_host",
+        "test_unknown or test_host or test_tensors",
+        "test_compiled",
     ],
-    ids=["launches", "capture", "waiting", "grids", "errors"],
+    ids=["launches", "capture", "waiting", "grids", "errors", "compiled"],
 )
 def test_checks(checks: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "-k", checks]

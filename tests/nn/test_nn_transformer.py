@@ -110,7 +110,7 @@ def test_layer_respects_each_dropout(norm_first):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_dropout_rate(norm_first):
-    """The fused dropout keeps a share 1 - p of the branch and scales it by 1 / (1 - p)."""
+    """Fused dropout keeps a share 1 - p of the sublayer's output and scales it by 1 / (1 - p)."""
     layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
     layer.double()
     layer.dropout1.p = 0.25

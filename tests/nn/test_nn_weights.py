@@ -84,7 +84,7 @@ def test_rows_that_one_key_dominates(seed, backend):
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """out, weights and all gradients are correct with several tiles, some of them masked."""
+    """For every mask, out, weights and all gradients are correct across several tiles."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)

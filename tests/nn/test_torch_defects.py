@@ -52,7 +52,7 @@ def test_need_weights_with_a_sequence_of_padding_alone():
 
 @pytest.mark.parametrize("kind", ["attention", "layer"])
 def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
-    """With all keys padded, torch's inference fast path returns NaN; its other path does not.
+    """With all keys padded, torch's inference fast path returns NaN; its slow path does not.
 
     fused_attn returns the same numbers in inference and with gradients.
     """

@@ -1,4 +1,4 @@
-"""On CPUs, a sequence's results are bitwise identical in any batch and with any thread count."""
+"""On CPUs, a sequence's results are bitwise identical in different batches and alone."""
 
 from __future__ import annotations
 

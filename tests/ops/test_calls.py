@@ -50,7 +50,7 @@ def call(q, k, v, mask, **options):
     ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
 )
 def test_masks_in_turn(make, options, grad):
-    """A call does not reuse values cached for another mask, or before its mask changed in place."""
+    """A call does not reuse values cached for another mask or before an in-place change."""
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     first = make()
     call(*tensors, first, **options)
@@ -194,7 +194,7 @@ def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
 
 
 def test_a_residual_gives_the_same_with_its_sum_and_without():
-    """The norm is computed from the rounded sum, with and without return_residual."""
+    """The norm of a sum is bitwise identical with and without return_residual and gradients."""
     x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")
     weight = torch.ones(128)
     alone = F.rms_norm(x, 128, weight, residual=residual)

@@ -79,7 +79,7 @@ def test_a_new_field_is_one_line():
 
 
 def test_kernels_read_every_field():
-    """The compiled modules have the same fields as the Python classes."""
+    """The compiled CPU module reads every field of the Python classes."""
     check_fields(_cpu.FIELDS)
     nested = {"mask": MaskSpec, "options": AttentionOptions}
     every = [f for cls in (AttentionCall, *nested.values()) for f in fields(cls)]

@@ -143,7 +143,7 @@ def test_head_dims(dim, dtype, backend):
 def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
     """Multi-head latent attention is within the numerics contract.
 
-    value is a view of the first 512 of 576 columns of key.
+    The values are the first 512 of the 576 columns of the keys.
     """
     tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
     tensors["value"] = tensors["key"][..., :512]

@@ -16,7 +16,10 @@ SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 
 def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
-    """Return which weights are kept; out equals the weights, because value is the identity."""
+    """Return a bool tensor that is True for the weights that dropout keeps.
+
+    The output equals the weights, because value is the identity.
+    """
     batch, heads, seqlen_q, seqlen_k = SHAPE
     there = {"dtype": dtype, "device": device_of(backend)}
     torch.manual_seed(11)

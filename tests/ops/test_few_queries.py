@@ -13,7 +13,7 @@ from fused_attn import functional, masks
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """Every mask is within the numerics contract, with GQA and partial KV blocks and vectors."""
+    """Results with every mask are within the numerics contract, with partial blocks and vectors."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -29,7 +29,7 @@ def test_sizes(seqlen_q, seqlen_k, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_block_that_only_the_last_queries_leave(dtype, isa):
-    """A block counts as full only if visible to all 8 queries, even where tiles hold only 4."""
+    """A KV block is full only if it is visible to all 8 queries, even with tiles of 4 queries."""
     tensors = random_qkv(1, 2, 2, 8, 190, 64)
     window = masks.sliding_window(121, 0, align="bottom_right")
     assert_like_eager(attention(window), tensors, dtype, "cpp")

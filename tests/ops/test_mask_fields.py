@@ -1,4 +1,4 @@
-"""Code that lists the fields of MaskSpec refuses a new field until it handles it."""
+"""Code that lists the fields of MaskSpec refuses a mask that sets an unknown field."""
 
 from __future__ import annotations
 

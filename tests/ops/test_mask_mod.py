@@ -70,7 +70,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 
 @pytest.mark.parametrize(("name", "heads"), [("windows of heads", H), ("table", H), ("dilated", 1)])
 def test_tables(name, heads):
-    """A table has a head dimension only if the mask function uses it; on a GPU, it is dense."""
+    """A table differs between heads only if the mask function does; on a GPU, the mask is dense."""
     spec = normalize(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.empty(0))
     table = spec.intervals if spec.bits is None else spec.bits
     assert table.shape[:2] == (1, heads)

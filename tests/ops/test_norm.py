@@ -53,7 +53,7 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
 def test_rows_that_leave_the_caches(shape, dtype):
-    """Norms whose outputs exceed the CPU caches are within the numerics contract.
+    """Norms with outputs too large for L2 (4 MiB in float32) are within the numerics contract.
 
     Rows are aligned to the vector width in one shape, but not in the others.
     """
@@ -64,7 +64,7 @@ def test_rows_that_leave_the_caches(shape, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
-    """If input and weights share a 16-bit dtype, output and gradients have it too."""
+    """If input and weights share a 16-bit dtype, output and gradients have the same dtype."""
     leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
     out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype

@@ -59,7 +59,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the usual ones; out_residual is the rounding error."""
+    """Assert that partial results round to the usual ones, and differ by out_residual."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)

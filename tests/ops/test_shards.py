@@ -76,7 +76,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 
 def assert_keeps(call, backend, keep, with_lse):
-    """Assert that dropout keeps the weights marked in `keep`; with_lse selects training kernels."""
+    """Assert that dropout keeps the weights marked in `keep`; with_lse requests lse too."""
     out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 

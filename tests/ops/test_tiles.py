@@ -73,7 +73,7 @@ def test_classification_of_two_masks(pair):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["mask", "bias"])
 def test_summary_of_a_dense_tensor(kind, backend):
-    """A tile's summary is 0 if fully masked, 2 if fully visible without a bias, and otherwise 1."""
+    """The summary is 0 for a fully masked tile, 2 for a fully visible one with bias 0, else 1."""
     visible = torch.ones(2, 1, 70, 150, dtype=torch.bool)
     visible[0, :, :32, :64] = False
     visible[0, :, 33, 70] = False

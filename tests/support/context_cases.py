@@ -159,7 +159,7 @@ def unshard_gradient(length: int, mesh: tuple) -> Tensor:
 
 
 def message_of(case: str) -> str:
-    """Return the message of the error that an invalid use raises."""
+    """Return the message of the error that an invalid use of `context_parallel` raises."""
     tokens = torch.zeros(1, 16, 8)
     own = {"buffers": [tokens], "buffer_seq_dims": [1]}
     given = torch.randn(1, 4, 4, 8)
@@ -214,10 +214,10 @@ def step_of_three(mask, mode: str, dropout: bool) -> dict:
 
     Args:
         mode: "compile" or "".
-        dropout: attention weights are dropped.
+        dropout: True for training with attention dropout.
 
     Returns:
-        The new parameters, complete.
+        The new parameters as complete tensors.
     """
     from torch.distributed.fsdp import fully_shard
 

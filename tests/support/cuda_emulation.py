@@ -1,7 +1,7 @@
 """Loader of CUDA kernels compiled for the CPU (tests/cuda_emulator), to test the backend "cuda".
 
-`make emulator` builds the kernels. The tests use them if CUDA_EMULATED=1 is set. Another value is
-the folder of another build, such as that of `make sanitize`.
+`make emulator` builds the kernels. The tests use them if CUDA_EMULATED=1 is set. Any other value
+except 0 is the folder of another build, for example that of `make sanitize`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def taken_over() -> Iterator[Computed]:
 
 @contextlib.contextmanager
 def functions_called(*names: str) -> Iterator[list[str]]:
-    """Record the names of this package's functions, one entry per call, in call order."""
+    """Record each call of the named functions of this package, as a name, in call order."""
     seen: list[str] = []
 
     def spied(name: str) -> Any:
@@ -74,5 +74,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Record the names of the attention functions that are called, packed input included."""
+    """Record the names of the attention functions that are called, for padded or packed input."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

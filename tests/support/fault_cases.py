@@ -1,4 +1,4 @@
-"""Mistakes and failures of single ranks, and the resulting errors on the others."""
+"""Mistakes and failures of single ranks, and the resulting errors on the other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _call(
     kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, dtype=torch.float32,
     needs_grad: bool = True, **options,
 ):  # fmt: skip
-    """Run a call forward and backward, with `rows` rows on this rank."""
+    """Run a call with `rows` rows on this rank, and its backward if it requires gradients."""
     query = torch.randn(1, heads, rows, 8, dtype=dtype)
     query.requires_grad_(needs_grad and kind != "decode")
     mesh = mesh_of((dist.get_world_size(),))
@@ -82,7 +82,7 @@ def error_of(mistake: str, kind: str) -> str:
 
 
 def with_cold_caches(kind: str) -> bool:
-    """Return True if calls with one mask work although the ranks cache different parts of it."""
+    """Run calls with equal masks, of which the ranks cache different parts, and return True."""
     mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)) & masks.causal()
     _call(kind, mask)
     rank = dist.get_rank()

@@ -36,7 +36,7 @@ def flat_tensors(call: AttentionCall, want_lse: bool = True) -> tuple[Any, list[
 
 
 def lower(calls: Sequence[AttentionCall], folder: Path) -> list[Lowering]:
-    """Return the generated code of each call that computes out and lse."""
+    """Return, for each call, the generated code that computes out and lse."""
     problems = []
     for call in calls:
         variant, tensors = flat_tensors(call)

@@ -67,7 +67,7 @@ def scaled(tensor: Tensor, size: str, case: Case) -> Tensor:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return a differentiable copy in another memory layout, surrounded by NaN."""
+    """Return the tensor, differentiably, in a memory layout whose unused elements are NaN."""
     *leading, rows, columns = tensor.shape
     if layout in ("transposed", "outer"):
         dim = 0 if layout == "outer" else max(-3, -tensor.dim())
@@ -173,7 +173,7 @@ def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
 
 
 class Masked(NamedTuple):
-    """Mask of one call, for kernels and position by position."""
+    """Mask of one call, as an argument for kernels and as tensors by position."""
 
     mask: Any
     visible: Tensor
@@ -229,7 +229,7 @@ def check_attention(case: Case, backend: str, judge: Any = judge, call: Any = No
     """Check calls of scaled_dot_product_attention or varlen_attention that share a Mask.
 
     Args:
-        call: a function with the arguments of `attend`, in its place.
+        call: function that replaces `attend`, with the same arguments.
     """
     batch, heads, _, *longest, _, _ = case["shape"]
     lengths, starts = case["lengths"], []
@@ -291,7 +291,7 @@ def attend(
 
 
 def _packed(batch: Tensor, lengths: list[int]) -> Tensor:
-    """Pack the first rows of each sequence of (batch, heads, seqlen, dim): (total, heads, dim)."""
+    """Pack the first rows of sequences (batch, heads, seqlen, dim) to (total, heads, dim)."""
     return torch.cat([batch[b, :, :n] for b, n in enumerate(lengths)], 1).transpose(0, 1)
 
 
@@ -308,7 +308,7 @@ class Cache(NamedTuple):
     Attributes:
         caches: tensors for decode_attention.
         order: page of each PAGE positions, (batch, pages); None if the cache is contiguous.
-        tables: of the rotary embedding.
+        tables: cos and sin of the rotary embedding.
     """
 
     caches: list[Tensor]

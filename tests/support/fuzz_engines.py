@@ -36,7 +36,10 @@ from fused_attn.masks.spec import normalize
 def compare(
     case: Case, number: int, function: Any, tensors: dict[str, Tensor], backend: str, grads: bool
 ) -> None:
-    """Like `fuzz_cases.judge`, but assert equal results, unless an engine's backend refuses."""
+    """Assert that float64 results equal those of eager attention up to the order of summation.
+
+    The arguments are those of `fuzz_cases.judge`. A call that sdpa or flash refuses passes.
+    """
 
     def run(backend: str) -> dict[str, Tensor]:
         if grads:

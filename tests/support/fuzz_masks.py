@@ -65,7 +65,7 @@ class Expression:
             tensor.copy_(tensor.flip(-1))
 
     def _make(self, shape: Shape, *arguments: Any) -> None:
-        """Create the tensors, the Mask, and `see`, which returns the visible positions."""
+        """Create the tensors, the Mask, and `_see`, which returns the visible positions."""
         see: Callable[[Positions], Tensor] = lambda p: torch.ones((), dtype=torch.bool)  # noqa: E731
         if self.kind == "band":
             left, right, align = arguments

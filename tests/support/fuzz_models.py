@@ -1,4 +1,4 @@
-"""Random cases of small models of transformers, before and after `swap_modules`."""
+"""Random cases of small Hugging Face models, before and after `swap_modules`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_swap(case: Case, backend: str) -> None:
 
 @st.composite
 def swap_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
-    """Draw a case of a model of transformers."""
+    """Draw a case of a Hugging Face model."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     kind, heads_kv = pick(*FAMILIES_OF_TEXT), pick(1, 2)
     family = FAMILIES_OF_TEXT[kind]

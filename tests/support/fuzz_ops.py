@@ -142,7 +142,7 @@ def module_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
 
 
 class Op(NamedTuple):
-    """Functions that draw and check a kind of case; with `only_cpp`, only "cpp" has kernels."""
+    """Functions that draw and check a kind of case; `only_cpp` limits it to backend "cpp"."""
 
     cases: Callable[[str, str, str], st.SearchStrategy[Case]]
     check: Callable[[Case, str], None]

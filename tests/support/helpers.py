@@ -225,7 +225,7 @@ def assert_outputs_like_eager(
 ) -> None:
     """Assert that outputs are within the numerics contract if no input requires grad.
 
-    Such calls may run other kernels.
+    Calls without gradients may run other kernels than calls with gradients.
     """
     exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
@@ -391,7 +391,7 @@ def use_threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Use the CPU kernels of a lower instruction set within the block; "" is the best."""
+    """Use the CPU kernels of an instruction set within the block; "" selects the best one."""
     cpp._cpu.set_isa(name)
     try:
         yield

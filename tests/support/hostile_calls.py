@@ -1,7 +1,7 @@
 """Calls with hostile arguments: `python hostile_calls.py [GROUP ...]` runs them.
 
-Each call of a group has one argument of a valid call replaced. It must return what the reference
-returns, or raise an exception with a message.
+Each call of a group replaces one argument of a valid call. The call must return, or raise an
+exception with a message. With backend=None, its result must be close to that of the reference.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def public() -> Groups:
         return lambda **given: sdpa(*qkv.values(), make(**given)), arguments
 
     def under_hook(function: Callable[..., Any], leaf: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return a backward whose saved tensors of one shape are replaced."""
+        """Return a function that runs a backward with replaced saved tensors, and its arguments."""
 
         def run(saved: Any) -> Any:
             unpack = lambda t: saved if t.shape == leaf.shape else t  # noqa: E731
@@ -312,7 +312,7 @@ def outcome(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, b
 
 
 def main(groups: list[str]) -> None:
-    """Run groups of calls, and print their number. The last line names a call that crashed."""
+    """Run groups of calls and print their number; after a crash, the last line names the call."""
     functions = {**public(), **bindings()}
     count = 0
     for group in groups or functions:

@@ -31,7 +31,7 @@ class LongDouble(TorchDispatchMode):
         self._shadows: dict[int, tuple[Any, Array]] = {}
 
     def residual(self, tensor: Tensor) -> Tensor:
-        """Return the long double value minus the float64 value; 0 where it is not finite."""
+        """Return the long double value minus its float64 rounding; 0 where that is not finite."""
         value = self._value(tensor)
         with np.errstate(invalid="ignore", over="ignore"):
             rounded = value.astype(np.float64)

@@ -29,7 +29,7 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
 
 
 def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Draw nonzero lengths, so that with `_lengths` on the other side some keys are visible."""
+    """Draw nonzero lengths, so that some keys are visible if the other lengths are `_lengths`."""
     generator = drawn(seed)
     return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
 

@@ -29,7 +29,7 @@ def assert_within_contract(
     The limit for gradients applies to names that begin with "grad".
 
     Args:
-        rerun: recomputes `eager`, from which its expected error is estimated.
+        rerun: function that recomputes `eager`, to estimate its expected error.
     """
     assert actual.keys() == eager.keys() == truth.keys()
     expected = Expected(lambda _: rerun() if rerun else {}, truth, torch.float32)

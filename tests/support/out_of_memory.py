@@ -1,7 +1,8 @@
 """Calls in which memory runs out: `python out_of_memory.py BACKEND SEEDS`, with failing_malloc.cpp.
 
-Each allocation of each call fails once. The call must raise an exception with a message, or return
-the correct result. The next call must return the correct result, and no memory may leak.
+Each counted allocation of a call fails, in three calls each. A call must raise MemoryError or
+RuntimeError, or return the correct result. The next call must return the correct result, and no
+memory may leak.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Trials:
     """Calls whose allocations fail, one after the other.
 
     Attributes:
-        told: how often each exception was raised.
+        told: number of calls by error message, or "no exception".
         wrong: descriptions of what was wrong.
     """
 

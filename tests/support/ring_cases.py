@@ -163,7 +163,7 @@ class OnRanks(Function):
 def run_on_rank(
     case: Case, tensors: list, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return this rank's rows of out and lse; or, given grad_out, of the gradients."""
+    """Return this rank's rows of out and lse, or its gradients if grad_out is given."""
     rank, dim = dist.get_rank(), case.row_dim
     positions = [sharding.positions(rank) for sharding in case.shardings]
     at = positions[0], positions[1], positions[1]

@@ -69,7 +69,10 @@ class Kernel:
         self.parameters = list(inspect.signature(function.fn).parameters)
 
     def run(self, *arguments: Any, stream: int) -> None:
-        """Run all programs. A template's arguments end with its grid, others' with their sizes."""
+        """Run all programs.
+
+        The arguments end with the grid of a template kernel, or with the sizes of another kernel.
+        """
         count = len(self.parameters)
         if len(arguments) == count + 3:
             self.function[arguments[count:]](*arguments[:count])

@@ -36,7 +36,7 @@ def class_named(feature, direction, length="L<=128"):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Time every backend that does not wrap torch at half of torch's time, on any machine."""
+    """Report half of torch's time for every backend that does not wrap torch."""
 
     def medians(ways, device, rounds):
         return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}

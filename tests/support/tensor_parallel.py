@@ -1,6 +1,6 @@
 """Functions that the ranks of tests/distributed/test_tensor_parallel.py run.
 
-Each compares sharded calls with the same calls in one process, and returns results by name.
+Each function compares sharded calls with the same calls in one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def full(tensor: Any) -> Any:
 
 
 def results(outs: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the global outputs, and the global gradients of their sum for all leaves."""
+    """Return the global outputs, and the global gradients of their weighted sum."""
     outs = [full(out) for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
     weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape) for o in outs]
     finite = [torch.where(out.isfinite(), out, 0.0) for out in outs]
@@ -116,7 +116,7 @@ def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: 
 
 
 def dtensor_masks(placed: str) -> Pairs:
-    """Return results with sinks and DTensor masks whose sharding differs from the operands'."""
+    """Return results with sinks and with DTensor masks in several layouts."""
     mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)

@@ -1,6 +1,6 @@
 """Functions that the ranks of tests/distributed/test_tensor_parallel.py run on modules.
 
-As in tensor_parallel.py, each compares the shards with one process.
+As in tensor_parallel.py, each function compares the shards with one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fused_attn.distributed import parallelize_plan
 
 
 def step(model: torch.nn.Module, call: Callable[[Any], Any]) -> list[Tensor]:
-    """Return the outputs of call(model) and the gradients of the parameters that it uses."""
+    """Return the outputs of call(model) and the gradients of all trainable parameters."""
     torch.manual_seed(3)
     parameters = [p for p in model.parameters() if p.requires_grad]
     return results(call(model), parameters)

@@ -1,4 +1,4 @@
-"""A small Llama of transformers on packed documents, in one process and over several ranks."""
+"""A small Hugging Face Llama on packed documents, in one process and over several ranks."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_an_output_above_the_limit_is_explained(monkeypatch):
 
 
 class Noisy(torch.nn.Module):
-    """Norm plus noise."""
+    """Norm whose output has added noise."""
 
     def __init__(self, noise):
         super().__init__()
@@ -430,7 +430,7 @@ def test_a_tuple_is_an_argument():
 
 
 def test_progress(monkeypatch):
-    """The progress bar advances once per forward and backward, and reaches the announced total."""
+    """The progress bar reaches exactly the announced total, with and without a backward."""
     steps = []
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from fused_attn.tools.compare import compare
 
 
 class Attention(torch.nn.Module):
-    """One projection and torch's `scaled_dot_product_attention`, as in most libraries."""
+    """Attention with one projection and torch's function, as in most libraries."""
 
     def __init__(self, dim=64, heads=4):
         super().__init__()

@@ -116,7 +116,10 @@ def test_views_random_numbers_and_places_are_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_eager_attention_is_as_expected(dtype):
-    """The expected error is at least the error of eager attention, and at most ten times it."""
+    """The expected error is between one and ten times the error of eager attention.
+
+    In float64, the truth has the same error, so only the size of the expected error is checked.
+    """
     tensors = {n: t.bfloat16().float() for n, t in random_qkv(2, 4, 2, 33, 70, 64).items()}
     function = attention(None, enable_gqa=True)("eager")
     truth = run_with_gradients(function, tensors, torch.float64)

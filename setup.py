@@ -43,9 +43,9 @@ def find_tool(name: str) -> str:
 def build_dir() -> Path:
     """Return the build folder, whose name contains the Python ABI, CXX and the tool versions.
 
-    Versions of CMake order flags differently, which would recompile everything, and ninja cannot
-    read the build log of a newer ninja. The folder is not removed after a build, so that the next
-    one compiles only changed sources.
+    CMake versions order compiler flags differently, so another version would recompile everything,
+    and ninja cannot read the build log of a newer ninja. The folder is not removed after a build,
+    so that the next build compiles only changed sources.
     """
     parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
     for tool in WHEEL_BIN_DIRS:
@@ -57,8 +57,8 @@ def build_dir() -> Path:
 def pybind11_cmake_dir() -> str:
     """Return the path of pybind11's CMake folder, through a link whose path never changes.
 
-    The folder itself has another path in each isolated build environment, and CMake would rebuild
-    everything.
+    The folder itself has a different path in each isolated build environment, and a changed path
+    would make CMake rebuild everything.
     """
     try:
         import pybind11
@@ -104,7 +104,7 @@ class CMakeBuild(build_ext):
         super().run()
 
     def build_extensions(self) -> None:
-        # CMake decides which modules are built, so one of an earlier build may have to go.
+        # CMake decides which modules are built: remove those of an earlier build, such as _cuda.
         self.remove_modules(Path(self.build_lib))
         run_cmake("--install", str(self.build_dir), "--prefix", str(Path(self.build_lib).resolve()))
 
@@ -116,7 +116,7 @@ class CMakeBuild(build_ext):
         cache = self.build_dir / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
             shutil.rmtree(self.build_dir)  # the source tree was moved or copied
-        # Pass all paths again, because those of the last build may be of a temporary environment.
+        # Pass all paths again, because those of the last build may be in a deleted environment.
         run_cmake(
             *("-S", str(ROOT), "-B", str(self.build_dir), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",

@@ -24,7 +24,7 @@ from kernels._rust import Digest, DigestAlgorithm
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fused_attn"
 BACKENDS = ("cpu", "cuda")
-# Interface version: users pass it to get_kernel, and the Hub repository's branch is named after it.
+# Interface version: users pass it to get_kernel, and the name of the Hub branch contains it.
 # transformers requests version 1 of a kernel that is passed by name as `attn_implementation`.
 VERSION = 1
 # Imports that export more names from the package: transformers calls flash-attn's functions.
@@ -60,7 +60,7 @@ def export(trees: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _add(package: Path, variant: Path) -> None:
-    """Copy the package of one wheel into the variant, whose sources must be equal if present."""
+    """Copy the package of one wheel into the variant; sources that are already there must match."""
     for source in sorted(package.rglob("*")):
         target = variant / source.relative_to(package)
         if source.suffix == ".so":

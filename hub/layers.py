@@ -1,4 +1,4 @@
-"""Layers for `kernels.kernelize`, which replaces the forward of a model's layers with theirs."""
+"""Layers for `kernels.kernelize`, which replaces the forward methods of a model's layers."""
 
 from __future__ import annotations
 

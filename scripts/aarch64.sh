@@ -1,8 +1,8 @@
 #!/bin/sh
 # Create $1/python, an ARM Python with torch that runs in qemu, and cross-compile the CPU module for it.
 #
-# The cross compiler, qemu and Python are Debian packages. Those of Python are for ARM, so they are
-# unpacked instead of installed. torch is the oldest supported version, whose ARM wheel is CPU-only.
+# The cross compiler, qemu and Python are Debian packages. Python and its libraries are ARM packages, which
+# are unpacked instead of installed. torch is the oldest tested version, whose ARM wheel is CPU-only.
 set -eu
 out=$1
 suite=aarch64-linux-gnu

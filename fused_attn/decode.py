@@ -149,9 +149,9 @@ def decode_attention(
         refuse("decode_attention", kwargs)
     if handlers.context is not None or handlers.is_dtensor(query):
         raise NotImplementedError(
-            "decode_attention must be called on local tensors (DTensor.to_local), outside of "
-            "context_parallel: fused_attn.distributed.decode_attention attends to caches of all "
-            "ranks"
+            "decode_attention must be called with local tensors (DTensor.to_local), outside of "
+            "context_parallel: for caches that are distributed over ranks, use "
+            "fused_attn.distributed.decode_attention"
         )
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None:

@@ -63,13 +63,13 @@ class SdpaBackend(Backend):
         if problem.transformed:
             reasons.append("does not support torch.func transforms or forward-mode AD")
         if problem.seeded:
-            reasons.append("does not support a dropout seed: torch's generator draws the masks")
+            reasons.append("does not support a dropout seed: torch's generator draws the mask")
         if problem.sharded:
             reasons.append("cannot drop the same elements in a shard as in the global call")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.partial:
-            reasons.append("does not support partial results (over some of the keys, to be merged)")
+            reasons.append("does not support partial results (attention over part of the keys)")
         if problem.softcap:
             reasons.append("does not support softcap")
         if problem.result == "lse":

@@ -362,7 +362,7 @@ def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
             if before["gpu"] != own["gpu"]:
                 continue
             changes = [
-                "with other kernels" if name == "kernels" else f"with {name} {before[name]}"
+                "with different kernels" if name == "kernels" else f"with {name} {before[name]}"
                 for name in own
                 if before[name] != own[name]
             ]

@@ -171,8 +171,8 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     given = call.positions
     if isinstance(given, tuple) and len(given) != 2:
         raise ValueError(
-            "positions must be one value for query and key, or a pair (of query, of key), got a "
-            f"tuple of {len(given)}"
+            "positions must be one value for query and key, or a pair of values (for query, for "
+            f"key), got a tuple of {len(given)}"
         )
     pair = given if isinstance(given, tuple) else (given, given)
     for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):

@@ -181,8 +181,8 @@ def context_parallel_unshard(
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
             raise ValueError(
-                f"buffers must have {expected} rows on the ranks of the mesh, which load_balancer "
-                f"assigns to them, got {rows}"
+                f"buffers must have the numbers of rows that load_balancer assigns to the ranks of "
+                f"the mesh, {expected}, got {rows}"
             )
         results.append(_complete(buffer, dim, sharding, groups))
     return results

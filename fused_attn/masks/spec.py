@@ -317,7 +317,7 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         columns["prefix_end"] = reduced(prefixes, torch.minimum).clamp(min=1)
     if mask.slopes:
         if len({a.align for a in mask.slopes}) > 1:
-            raise ValueError("alibi masks that are combined must have the same align")
+            raise ValueError("ALiBi masks that are combined must have the same align")
         if mask.slopes[0].align == "bottom_right":
             columns["alibi_offset"] = bottom_right
     # Do not test columns with isinstance(_, Tensor) here: under torch.jit.trace, sizes are 0-D

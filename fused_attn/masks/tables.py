@@ -35,7 +35,7 @@ def shown_by_intervals(intervals: Tensor, seqlen_k: int) -> Tensor:
 def refuse_tables(spec: Any, what: str) -> None:
     """Raise NotImplementedError if a MaskSpec has tables, which `without_tables` converts."""
     if any(getattr(spec, name) is not None for name in TABLES):
-        raise NotImplementedError(f"{what} does not read the tables of masks")
+        raise NotImplementedError(f"{what} does not support tables of masks: use without_tables")
 
 
 def without_tables(spec: Any, seqlen_k: int, *, intervals: bool = True) -> Any:

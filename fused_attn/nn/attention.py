@@ -229,8 +229,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
                 "query, key and value must not be nested tensors, except in self-attention with "
-                "need_weights=False: pad them and pass key_padding_mask, which costs no time for "
-                "padded keys"
+                "need_weights=False: pad them and pass key_padding_mask, so that padded keys are "
+                "skipped"
             )
         if query.dim() not in (2, 3):
             raise ValueError(

@@ -187,7 +187,7 @@ def _check(model: Module) -> torch.dtype:
         raise ValueError("model must have float parameters, got none")
     if torch.float64 in dtypes:
         raise ValueError(
-            "model must be float32, float16 or bfloat16, got float64, which is the reference"
+            "model must be float32, float16 or bfloat16, got float64, the dtype of the reference"
         )
     # For a model in mixed precision, return the dtype with the largest eps.
     return max(dtypes, key=lambda d: torch.finfo(d).eps)
@@ -278,8 +278,8 @@ def _check_repeats(
     raise ValueError(
         "model must return the same outputs in every run, got a difference of "
         f"{apart[outputs[0]]:.2e} in {outputs[0][0]} between two runs with eager attention"
-        f"{f' (first layer that differs: {layer})' if layer else ''}: does it draw random numbers? "
-        "Pass them as inputs, or compare a part of it"
+        f"{f' (first layer that differs: {layer})' if layer else ''}: if the model draws random "
+        "numbers, pass them as inputs, or compare a part of the model"
     )
 
 
@@ -307,8 +307,8 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
             raise ValueError(
                 f"model must return about the same outputs in float64 and {dtype_name(dtype)}, got "
                 f"an rms error of {error:.2e} in {name} with eager attention (rms of the largest "
-                f"output: {size:.2e}): does it draw random numbers, or choose between nearly equal "
-                "values? Compare a part of it"
+                f"output: {size:.2e}): if the model draws random numbers or chooses between "
+                "nearly equal values, compare a part of it"
             )
 
 

@@ -40,7 +40,7 @@ def exception(backend: str, check: Check, on_gpu: bool) -> str:
         if check.poison:
             return "NaN in masked keys may reach the results"
         if "alibi" in check.mask and check.dtype != "float32":
-            return "torch's mask is rounded to 16 bits"
+            return "torch rounds the ALiBi bias to 16 bits"
     return ""
 
 

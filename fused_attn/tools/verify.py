@@ -396,4 +396,4 @@ def _first_of_torch(
         if backend.differentiable and name not in verdicts.KERNELS:
             with contextlib.suppress(NotImplementedError):
                 return name, timing.timed(use_backend(name)(call), leaves, passes)
-    raise NotImplementedError("no backend of torch operations supports the call")
+    raise NotImplementedError("no torch-based backend supports the call")

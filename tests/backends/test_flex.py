@@ -308,7 +308,7 @@ def test_limit_of_compilations(monkeypatch):
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
-    with pytest.warns(UserWarning, match="has compiled kernels for 0 kinds of calls, its limit"):
+    with pytest.warns(UserWarning, match="has reached the limit of 0 compiled kinds of calls"):
         out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
     assert torch.equal(out, want)

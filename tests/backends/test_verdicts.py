@@ -347,7 +347,7 @@ def test_what_changed_is_said(stand_in, name):
     stored(**{name: "0.0"})
     reason = only_reason(stand_in)
     assert reason.startswith("was verified here with ")
-    assert ("other kernels" if name == "kernels" else f"{name} 0.0") in reason
+    assert ("different kernels" if name == "kernels" else f"{name} 0.0") in reason
 
 
 def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
@@ -358,7 +358,7 @@ def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
     assert select(PROBLEM) is stand_in
     source.write_text("x + 2")
     verdicts.read_again()
-    assert "with other kernels" in only_reason(stand_in)
+    assert "with different kernels" in only_reason(stand_in)
 
 
 def test_readers_see_whole_files(stand_in):

@@ -256,7 +256,7 @@ CASES = {
         lambda: sdpa(
             attn_mask=masks.alibi(torch.ones(4)) & masks.alibi(torch.ones(4), "bottom_right")
         ),
-        ValueError, "alibi masks that are combined must have the same align",
+        ValueError, "ALiBi masks that are combined must have the same align",
     ),
     "backend": (
         lambda: sdpa(backend="fast"), ValueError,

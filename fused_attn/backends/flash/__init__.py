@@ -93,7 +93,7 @@ def _choice(problem: AttentionProblem) -> tuple[Engine, MaskPlan] | list[str]:
     if problem.dropout:
         reasons.append("does not support dropout: its engines cannot draw the Philox dropout mask")
     if problem.partial:
-        reasons.append("does not support partial results (over some of the keys, to be merged)")
+        reasons.append("does not support partial results (attention over part of the keys)")
     if problem.result == "weights":
         reasons.append("cannot return attention weights")
     plan = _plan(problem)

@@ -98,7 +98,7 @@ class FlexBackend(EngineBackend):
         if problem.dropout:
             reasons.append("does not support dropout")
         if problem.partial:
-            reasons.append("does not support partial results (over some of the keys, to be merged)")
+            reasons.append("does not support partial results (attention over part of the keys)")
         if problem.result == "weights":
             reasons.append("cannot return attention weights")
         if problem.learned_bias and torch.are_deterministic_algorithms_enabled():

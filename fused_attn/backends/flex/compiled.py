@@ -50,7 +50,7 @@ def run(
         NotImplementedError: the variant cannot be compiled, during verification.
     """
     if at_limit(variant):
-        _fall_back(f"has compiled kernels for {MAX_VARIANTS} kinds of calls, its limit")
+        _fall_back(f"has reached the limit of {MAX_VARIANTS} compiled kinds of calls")
         return None
     function = _functions.get(variant)
     if function is None and variant in _functions:

@@ -115,8 +115,8 @@ def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     heads = query.shape[3] if query.dim() == 5 else 0
     if heads and any(s[2] != shapes[0][2] or s[3] not in (1, heads) for s in shapes):
         raise ValueError(
-            "key and value must have the same number of groups as query, and its number of heads "
-            f"or 1, got shapes {shapes}"
+            "key and value must have the same number of groups as query, and 1 head or the number "
+            f"of heads of query, got shapes {shapes}"
         )
     shared = not needs_grad(key, value)
     if all(x.shape[-2] == 1 or (shared and x.stride(-2) == 0) for x in (key, value)):

@@ -31,13 +31,13 @@ def add_device(command: argparse.ArgumentParser) -> None:
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add --json, whose value `write_json` accepts."""
     command.add_argument(
-        "--json", type=output, metavar="FILE", help="write JSON; - for stdout, without the tables"
+        "--json", type=output, metavar="FILE", help="write JSON; - for stdout instead of the tables"
     )
 
 
 def add_png(command: argparse.ArgumentParser) -> None:
     """Add --png with a path."""
-    command.add_argument("--png", type=output, metavar="FILE", help="write a plot (matplotlib)")
+    command.add_argument("--png", type=output, metavar="FILE", help="write a plot with matplotlib")
 
 
 def positive(text: str) -> int:

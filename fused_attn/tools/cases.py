@@ -196,29 +196,29 @@ class MaskKind:
 
 
 MASKS = {
-    "causal": MaskKind("query i sees keys up to i", lambda *_: masks.causal()),
+    "causal": MaskKind("query i attends to keys 0 to i", lambda *_: masks.causal()),
     "causal_bottom_right": MaskKind(
-        "the last query sees all keys", lambda *_: masks.causal("bottom_right")
+        "causal; the last query attends to all keys", lambda *_: masks.causal("bottom_right")
     ),
     "window": MaskKind(
-        "causal, of 256 keys; window:SIZE of SIZE",
+        "causal window of 256 keys, or of SIZE keys",
         lambda _, size: masks.sliding_window(size - 1),
         size=256,
     ),
     "padding": MaskKind("sequences of a quarter to all of seqlen_k", _padding),
-    "prefix": MaskKind("causal beyond the first quarter of the keys", _prefix),
-    "documents": MaskKind("documents of 256 tokens; documents:SIZE of SIZE", _documents, size=256),
+    "prefix": MaskKind("causal after a prefix of a quarter of the keys", _prefix),
+    "documents": MaskKind("documents of 256 tokens, or of SIZE tokens", _documents, size=256),
     "ragged_documents": MaskKind(
-        "documents of any length, 256 on average, or SIZE", _ragged_documents, size=256
+        "documents of different lengths, 256 or SIZE on average", _ragged_documents, size=256
     ),
-    "alibi": MaskKind("a linear bias, another slope for each head", _alibi),
-    "blocks": MaskKind("a bool tensor, blocks of 256 on the diagonal, or SIZE", _blocks, size=256),
+    "alibi": MaskKind("a linear bias with a different slope for each head", _alibi),
+    "blocks": MaskKind("a bool tensor with diagonal blocks of 256 or SIZE keys", _blocks, size=256),
     "ragged_blocks": MaskKind(
-        "the same, with edges that no tile has",
+        "as blocks, with edges that are not aligned to tiles",
         lambda shape, size: _blocks(shape, size, shift=37),
         size=256,
     ),
-    "random": MaskKind("a bool tensor, half of it true", _random),
+    "random": MaskKind("a random bool tensor, half of it True", _random),
 }  # fmt: skip
 
 

@@ -17,9 +17,9 @@ TOOL = "fused-attn"
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit statuses that a shell reports for SIGINT and SIGPIPE
 COMMANDS = {"doctor": doctor, "verify": verify, "compare": compare, "bench": bench}
 _STATUSES = """exit status:
-  0  the numerics contract holds
-  1  it does not
-  2  the command or the model is wrong; one line on stderr says why"""
+  0  all results are within the numerics contract
+  1  a check failed
+  2  invalid arguments or another error; one line on stderr states the reason"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Parsing stores the command's name in `command`."""
     parser = _Parser(
         prog=TOOL,
-        description="Fused masked attention and norms: is it installed right, does it compute the "
-        "same as eager attention in your model, and how fast is it?",
+        description="Fused masked attention and norms: check the installation, compare the results "
+        "of a model with those of eager attention, and measure the speed.",
         epilog=_examples("doctor", "compare ./my-bert", "bench --mask causal,padding"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"{examples}\n\n{_STATUSES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        command.add_argument("--traceback", action="store_true", help="show where an error is from")
+        command.add_argument("--traceback", action="store_true", help="print tracebacks of errors")
         module.add_arguments(command)
     return parser
 

@@ -158,7 +158,7 @@ def test_doctor(capsys):
     assert re.search(r"^cpu  +attention, causal  +cpp  +first in order$", out, re.MULTILINE)
     assert fused_attn.backends.cpp.isa() in out
     others = ", ".join(name for name in fused_attn.backends.registry.BACKENDS if name != "cpp")
-    assert f"right: cpp on cpu; not checked: {others}" in out
+    assert f"passed: cpp on cpu; not checked: {others}" in out
 
 
 def test_doctor_says_how_to_get_what_was_not_built(capsys):

@@ -477,7 +477,7 @@ def test_command_with_a_wrong_kernel(command):
 @pytest.mark.usefixtures("fast")
 def test_command_says_that_the_environment_decides(command, monkeypatch):
     monkeypatch.setenv("FUSED_ATTN_BACKEND", "eager")
-    assert "FUSED_ATTN_BACKEND=eager decides" in command("--backend", "stand_in")[1]
+    assert "FUSED_ATTN_BACKEND=eager overrides" in command("--backend", "stand_in")[1]
 
 
 @pytest.mark.skipif(bool(EMULATED) or torch.cuda.is_available(), reason="reason: one can run here")

@@ -27,7 +27,7 @@ from fused_attn.tools.arguments import (
 from fused_attn.tools.cases import DTYPES, MASKS, Shape, make_mask
 from fused_attn.tools.terminal import progress, show_table
 
-HELP = "attention timed against torch's scaled_dot_product_attention"
+HELP = "compare the speed of attention with torch's scaled_dot_product_attention"
 EXAMPLES = (
     "",
     "--shape 2,8,512,512,64 8,12,128,128,64 --mask none,causal,causal+padding",
@@ -45,32 +45,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shape", type=_shape, nargs="+", action="extend",
         metavar="B,H,LQ,LK,D", help="batch, heads (or heads/heads of keys), lengths of queries and "
-        "keys, head_dim; default 2,8,512,512,64; tensors are transposed, as in models",
+        "keys, head_dim; default 2,8,512,512,64; the layout is transposed, as in models",
     )  # fmt: skip
     command.add_argument(
         "--mask", type=_listed, action="extend", metavar="MASK,...",
-        help="none, or names of masks (below) joined by +; default none,causal,padding",
+        help="none, or NAME or NAME:SIZE (below) joined by +; default none,causal,padding",
     )  # fmt: skip
     command.add_argument(
         "--dtype", type=_dtypes, action="extend", metavar="DTYPE,...",
-        help=f"of {', '.join(DTYPES)}; default float32",
+        help=f"any of {', '.join(DTYPES)}; default float32",
     )  # fmt: skip
-    command.add_argument("--backward", action="store_true", help="the backward pass, too")
+    command.add_argument("--backward", action="store_true", help="also time the backward pass")
     command.add_argument(
         "--dropout", type=_probability, default=0.0, metavar="P",
-        help="of the timed calls; the check is without",
+        help="dropout_p of the timed calls; the checks run without dropout",
     )  # fmt: skip
     command.add_argument(
-        "--bias", action="store_true", help="add a float tensor to the scores, with its gradient"
+        "--bias", action="store_true", help="add a float tensor with a gradient to the scores"
     )
     command.add_argument(
         "--packed", action="store_true",
-        help="varlen_attention of sequences of a quarter to all of the length, against torch on "
+        help="time varlen_attention on sequences of a quarter to all of the length, and torch on "
         "the padded batch",
     )  # fmt: skip
-    command.add_argument("--threads", type=positive, help="of the CPU; default: torch's")
-    command.add_argument("--repeats", type=positive, default=20, help="rounds; default 20")
-    add_backend(command, "instead of the automatic choice")
+    command.add_argument("--threads", type=positive, help="CPU threads; default: torch's")
+    command.add_argument("--repeats", type=positive, default=20, help="timing rounds; default 20")
+    add_backend(command, "use this backend instead of the default one")
     add_device(command)
     add_json(command)
     add_png(command)

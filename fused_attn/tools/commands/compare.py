@@ -23,7 +23,7 @@ from fused_attn.tools.comparison import COLUMNS
 from fused_attn.tools.recording import copied
 from fused_attn.tools.terminal import show_table
 
-HELP = "the numerics of your model, fused against eager attention"
+HELP = "compare the errors of a model with fused_attn and with eager attention"
 EXAMPLES = (
     "./my-bert",
     "./my-bert --dtype bfloat16 --batch 4 --seqlen 128",
@@ -35,32 +35,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument(
         "source", metavar="SOURCE",
-        help="a folder with a Hugging Face config.json (and weights, or they are random), whose "
-        "inputs will be random; or module:function, importable from here, that returns (model, "
-        "args) or (model, args, kwargs)",
+        help="a folder with a Hugging Face config.json (inputs are random, as are the weights if "
+        "the folder contains none); or module:function, importable from this directory, that "
+        "returns (model, args) or (model, args, kwargs)",
     )  # fmt: skip
-    command.add_argument("--dtype", choices=DTYPES, help="default: that of the model")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the model")
     command.add_argument(
-        "--batch", type=positive, help=f"of a folder's inputs; default {sources.DEFAULT_BATCH}"
+        "--batch", type=positive, help=f"batch size, for a folder; default {sources.DEFAULT_BATCH}"
     )
     command.add_argument(
-        "--seqlen", type=positive, help=f"of a folder's text; default {sources.DEFAULT_SEQLEN}"
+        "--seqlen", type=positive, help=f"length, for a folder; default {sources.DEFAULT_SEQLEN}"
     )
-    command.add_argument("--seed", type=int, default=0, help="of inputs and random weights")
-    command.add_argument("--no-backward", action="store_true", help="compare no gradients")
+    command.add_argument("--seed", type=int, default=0, help="seed of random inputs and weights")
+    command.add_argument("--no-backward", action="store_true", help="do not compare gradients")
     command.add_argument(
         "--enable", action="store_true",
-        help="under enable() too: calls of torch's scaled_dot_product_attention, which are counted",
+        help="also fuse calls of scaled_dot_product_attention with enable(), and count them",
     )  # fmt: skip
     command.add_argument(
         "--parameters", action="store_true",
-        help="the gradient of each parameter; default: of each module the one nearest its limit",
+        help="list all gradients; default: only the one closest to its limit in each module",
     )  # fmt: skip
     command.add_argument(
         "--keep-padding", action="store_true",
-        help="padded rows as in the original, see swap_modules(model, remove_padding=False); "
-        "without it stacks of encoder layers return 0 there, which counts if the model returns "
-        "these rows",
+        help="keep the original values of padded rows: swap_modules(model, remove_padding=False); "
+        "without it, stacks of encoder layers return 0 there, which counts as an error if the "
+        "model returns these rows",
     )  # fmt: skip
     add_device(command)
     add_json(command)

@@ -11,7 +11,7 @@ from fused_attn.tools import doctor
 from fused_attn.tools.arguments import FAILED, OK, add_backend, one_line, output, write_json
 from fused_attn.tools.terminal import show_table
 
-HELP = "versions, CPU, GPU, backends with why not, and a self-check of a second"
+HELP = "show versions, CPU, GPU and backends, and run a self-check of about a second"
 EXAMPLES = ("", "--json", "--backend triton")
 
 
@@ -21,7 +21,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--json", type=output, nargs="?", const=Path("-"), metavar="FILE",
         help="write JSON to a file, or to stdout instead of the tables",
     )  # fmt: skip
-    add_backend(command, "check this backend, instead of those that are chosen unasked")
+    add_backend(command, "check this backend instead of the default ones")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,14 +66,14 @@ def _checked(facts: dict[str, Any]) -> str:
     checked = dict.fromkeys(f"{c['backend']} on {c['device']}" for c in facts["self_check"])
     names = {check["backend"] for check in facts["self_check"]}
     rest = [entry["name"] for entry in facts["backends"] if entry["name"] not in names]
-    return f"right: {', '.join(checked)}; not checked: {', '.join(rest) or 'none'}"
+    return f"passed: {', '.join(checked)}; not checked: {', '.join(rest) or 'none'}"
 
 
 def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
     forced = machine["FUSED_ATTN_CPU_ISA"]
     yield "CPU", machine["cpu"]
     yield "instruction set in use", machine["isa"]
-    yield "FUSED_ATTN_CPU_ISA", forced or "not set: the best that was built and is there"
+    yield "FUSED_ATTN_CPU_ISA", forced or "not set: the best one that was built and runs here"
     yield "threads", str(machine["threads"])
     for gpu in machine["gpus"]:
         yield "GPU", f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}"

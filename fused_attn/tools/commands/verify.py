@@ -13,8 +13,8 @@ from fused_attn.tools.arguments import FAILED, OK, add_json, write_json
 from fused_attn.tools.terminal import progress, show_table
 
 HELP = (
-    "are the GPU kernels right on this machine, and where are they faster? They are chosen there "
-    "from then on"
+    "check and time the GPU kernels on this machine, and make them the default for calls for which "
+    "they are correct and faster"
 )
 EXAMPLES = ("", "--quick", "--backend triton --json verdict.json", "--forget")
 SNIPPETS = 3  # maximum number of wrong results that are printed
@@ -24,7 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument(
         "--backend", choices=list(BACKENDS), nargs="+", metavar="BACKEND",
-        help=f"of {', '.join(BACKENDS)}; default: those that need it and can run here",
+        help=f"any of {', '.join(BACKENDS)}; default: those that need it and can run here",
     )  # fmt: skip
     command.add_argument(
         "--quick", action="store_true", help=f"only {', '.join(plan.QUICK_DTYPES)}, and head_dim "
@@ -33,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--forget",
         action="store_true",
-        help="remove what is stored, of all machines",
+        help="remove the stored verdicts for all machines",
     )
     add_json(command)
 
@@ -86,7 +86,7 @@ def _show(report: verify.Report) -> None:
         features, rows = report.speedups(title == "norms")
         if rows:
             show_table(
-                f"Times as fast as torch, {title}: {where}; in brackets: not enough to be chosen",
+                f"Speedup over torch, {title}: {where}; in brackets: not the default",
                 ("op", "type", "sizes", "pass", *(f">{name}" for name in features)), rows,
                 bad=[i for i, row in enumerate(rows) if "wrong" in row],
             )  # fmt: skip
@@ -97,7 +97,7 @@ def _show(report: verify.Report) -> None:
     usable, wanted = len(report.usable), wanted_backend()
     print(f"{report.backend}: {len(report.wrong)} of {len(report.trials)} checks are WRONG")
     if report.path is not None:
-        print(f"chosen from now on for {usable} of {len(report.classes)} classes")
+        print(f"the default from now on for {usable} of {len(report.classes)} classes of calls")
         print(f"stored in {report.path}")
     if wanted is not None:
-        print(f"but FUSED_ATTN_BACKEND={wanted} decides, as long as it is set")
+        print(f"but FUSED_ATTN_BACKEND={wanted} overrides this while it is set")

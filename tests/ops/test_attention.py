@@ -176,7 +176,7 @@ def test_scale_and_strides(dtype, backend):
 def test_large_scores(dtype, backend):
     """Calls with large scores are within the contract; very negative finite biases do not mask."""
     tensors = random_qkv(1, 2, 2, 40, 150, 64)
-    tensors["query"] *= 20.0
+    tensors["query"] *= 40.0
     assert_like_eager(attention(masks.causal()), tensors, dtype, backend)
     low = masks.bias(torch.full((40, 150), -1.0e4 if dtype == torch.float16 else -1.0e30))
     x = [tensors[n].to(device_of(backend), dtype) for n in ("query", "key", "value")]

@@ -148,6 +148,12 @@ def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
     tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
     tensors["value"] = tensors["key"][..., :512]
     check(tensors, masks.causal(align="bottom_right"), dtype)
+    query, key, _ = (t.to(dtype) for t in tensors.values())
+    view, copy = (
+        F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        for value in (key[..., :512], key[..., :512].clone())
+    )
+    torch.testing.assert_close(view, copy)
 
 
 @pytest.mark.thinned("3 are there", rows=[1])

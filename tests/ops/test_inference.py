@@ -132,8 +132,8 @@ def test_what_nobody_sees(hidden, dtype, isa):
     tensors = random_qkv(2, 2, 2, 70, 139, 32)
     inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
     hide = (torch.arange(139) >= torch.tensor([[75], [139]]))[:, None, :, None]
-    dirty = [inputs[0], *(t.masked_fill(hide, min(hidden, torch.finfo(dtype).max))
-                          for t in inputs[1:])]  # fmt: skip
+    hidden = hidden if hidden == float("inf") else min(hidden, torch.finfo(dtype).max)
+    dirty = [inputs[0], *(t.masked_fill(hide, hidden) for t in inputs[1:])]
     clean = [inputs[0], *(t.masked_fill(hide, 0.0) for t in inputs[1:])]
     for mask in (
         masks.padding([75, 139]),

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
-from fused_attn.base.torch_state import FLOATS, is_compiling, savable
+from fused_attn.base.torch_state import FLOATS, is_compiling, is_intercepted, savable
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
 from fused_attn.masks.memo import recall_on_tensor
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, normalize, spec_of
 from fused_attn.masks.tensors import known_mask
 
 
@@ -188,7 +188,10 @@ def checked_attention(
     tensor = mask if isinstance(mask, Tensor) else None
     q, k, v, tensor, leading = canonical(query, key, value, tensor, call.enable_gqa)
     mask = mask if tensor is None else tensor
-    mask = mask if isinstance(mask, MaskSpec) else as_mask(mask, call.is_causal)
+    if mask is None and not is_intercepted():
+        mask = spec_of(None, call.is_causal, q, k)
+    elif not isinstance(mask, MaskSpec):
+        mask = as_mask(mask, call.is_causal)
     return attention_call(q, k, v, mask, call.options), leading
 
 

@@ -297,7 +297,8 @@ def documents(
     A query attends to the keys with the same document id.
 
     Args:
-        query_ids: (batch, seqlen_q) or (seqlen_q,) integers.
+        query_ids: (batch, seqlen_q) or (seqlen_q,) integers. A list, or a tensor on the CPU, is
+            copied to the device of query, which fails while a CUDA graph is captured.
         key_ids: (batch, seqlen_k) or (seqlen_k,) integers; None means query_ids.
 
     Example:

@@ -356,6 +356,8 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int], device: torc
                     f"got {tuple(ids.shape)}"
                 )
             into.append(ids)
+    if len({ids.device for ids in (*queries, *keys)}) > 1:
+        queries, keys = ([ids.to(device) for ids in given] for given in (queries, keys))
     if len(queries) == 1:
         return _numbered(queries[0], keys[0], device)
     # With several document masks, a query and a key must have equal ids in all of them. Map each

@@ -223,9 +223,11 @@ def test_lengths_and_ids_may_be_on_the_cpu():
     mask = masks.padding(KEYS, QUERIES) & masks.prefix_lm([0, 4]) & masks.alibi(SLOPES)
     query = torch.empty(BATCH, HEADS, LEN_Q, 4, device="meta")
     mask &= masks.documents(IDS_Q, IDS_K)
-    spec = normalize(mask, BATCH, HEADS, LEN_Q, LEN_K, query)
-    found = [getattr(spec, field.name) for field in fields(spec)]
-    assert {t.device.type for t in found if isinstance(t, torch.Tensor)} == {"meta"}
+    mixed = masks.documents(IDS_Q, torch.zeros(BATCH, LEN_K, dtype=torch.int64, device="meta"))
+    for given in (mask, mixed):
+        spec = normalize(given, BATCH, HEADS, LEN_Q, LEN_K, query)
+        found = [getattr(spec, field.name) for field in fields(spec)]
+        assert {t.device.type for t in found if isinstance(t, torch.Tensor)} == {"meta"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
 """Run the most important GPU tests and benchmarks in a limited time: `make gpu-session`.
 
-    python scripts/gpu_session.py [--seconds S] [--out DIR] [--sections A,B] [--dry]
+    python scripts/gpu_session.py [--seconds S] [--out DIR] [--sections A,B] [--kernels A] [--dry]
 
 Sections (scripts/gpu_sections.py) run the GPU tests and benchmarks of this repository in child
 processes. A crash, a hang or a broken GPU context costs one test. results.json in the output folder
@@ -38,6 +38,9 @@ LOG_BYTES = 4_000_000  # end of each log that is kept
 TABLE_LINES = 60
 GRACE = 3.0  # seconds reserved at the end to write the results
 BUILD_SECONDS = 120.0
+KERNELS = Path(
+    "/tmp/fused-attn-triton"
+)  # Triton finds kernels at the path where they were compiled
 # Build the modules here if one was not copied with the tree or cannot be imported.
 BUILD = "FUSED_ATTN_CUDA=1 FUSED_ATTN_CUDA_ARCHS=90a {python} setup.py -q build_ext --inplace"
 
@@ -136,9 +139,17 @@ class Session:
         out: folder of results.json and logs.tar.gz.
         seconds: time after which everything ends.
         dry: without a GPU.
+        kernels: archive of the folder KERNELS, or None.
     """
 
-    def __init__(self, sections: Sequence[Section], out: Path, seconds: float, dry: bool) -> None:
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        out: Path,
+        seconds: float,
+        dry: bool,
+        kernels: Path | None = None,
+    ) -> None:
         self.sections, self.out, self.dry = sections, out, dry
         self.began = time.monotonic()
         self.end = self.began + seconds - GRACE
@@ -148,6 +159,10 @@ class Session:
             "format": 1, "dry": dry, "limit": seconds, "seconds": 0.0, "commit": _commit(),
             "machine": {}, "ceilings": {}, "sections": {}, "records": [],
         }  # fmt: skip
+        self.has_kernels = kernels is not None
+        if kernels is not None:
+            with tarfile.open(kernels) as archive:
+                archive.extractall(KERNELS.parent, filter="data")
         self.builder: Process | None = None
         self.active: list[Active] = []
 
@@ -285,6 +300,8 @@ class Session:
             for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
                          "CUDA_CACHE_PATH", "HYPOTHESIS_STORAGE_DIRECTORY")
         }  # fmt: skip
+        if self.has_kernels:
+            caches["TRITON_CACHE_DIR"] = str(KERNELS)
         one_thread = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         where = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         return {**os.environ, **one_thread, **caches, **where, **run.environment}
@@ -429,6 +446,9 @@ def main(
     parser.add_argument("--seconds", type=float, default=530.0, help="time for everything")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-session")
     parser.add_argument("--sections", default="", help="names of sections, separated by commas")
+    parser.add_argument(
+        "--kernels", type=Path, help="archive of Triton kernels compiled for the simulated GPU"
+    )
     parser.add_argument("--dry", action="store_true", help="a small part, without a GPU")
     options = parser.parse_args(argv)
     made = (sections or (gpu_sections.dry if options.dry else gpu_sections.on_gpu))()
@@ -442,7 +462,7 @@ def main(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    Session(made, options.out, options.seconds, options.dry).run()
+    Session(made, options.out, options.seconds, options.dry, options.kernels).run()
     return 0
 
 

@@ -257,7 +257,7 @@ def _check_attention(call: AttentionCall) -> None:
     check_length(seqlen_q, seqlen_k)
     if spec.cu_seqlens_q is not None:
         if query.shape[0] != 1 or spec.cu_seqlens_k is None or spec.bounds is None:
-            raise ValueError("packed sequences require batch size 1, cu_seqlens_k and bounds")
+            raise ValueError("packed sequences must have batch size 1, cu_seqlens_k and bounds")
         check_cu_seqlens("cu_seqlens_q", spec.cu_seqlens_q, seqlen_q, query.shape[2])
         check_cu_seqlens("cu_seqlens_k", spec.cu_seqlens_k, seqlen_k, key.shape[2])
         if spec.cu_seqlens_k.shape[0] != batch + 1:

@@ -107,7 +107,8 @@ def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
         return spec_of(mask, is_causal, *args)
 
     monkeypatch.setattr(validation, "normalize", spy)
-    monkeypatch.setattr(unchecked, "spec_of", spy_unchecked)
+    for module in (unchecked, validation):
+        monkeypatch.setattr(module, "spec_of", spy_unchecked)
     x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)
     layer = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
     if kind == "encoder":

@@ -84,14 +84,6 @@ def on_gpu() -> list[Section]:
             beside=True,
         ),
         Section(
-            "flash",
-            90,
-            [
-                Run((*smoke, "flash", *steal), 14, 90.0),
-                _checks("flash and bf16", *steal, processes=14, unit_seconds=90.0),
-            ],
-        ),
-        Section(
             "speed",
             100,
             [  # all problems against what is compiled already, then again with FlexAttention
@@ -105,6 +97,14 @@ def on_gpu() -> list[Section]:
             [
                 Run(("benchmarks", "-m", "gpu", "-k", "test_call", "--gpu-backend", backend))
                 for backend in BACKENDS
+            ],
+        ),
+        Section(
+            "flash",
+            90,
+            [
+                Run((*smoke, "flash", *steal), 14, 90.0),
+                _checks("flash and bf16", *steal, processes=14, unit_seconds=90.0),
             ],
         ),
         Section("memcheck", 60, [Run(("{crashed}",), under=SANITIZER)]),
@@ -132,8 +132,8 @@ def dry() -> list[Section]:
             beside=True,
         ),
         Section("flex", 60, [Run(flex)], beside=True),
-        Section("flash", 10, [Run((*smoke, "flash"))]),
         Section("speed", 40, [Run(speed)]),
         Section("host", 40, [Run(speed)]),
+        Section("flash", 10, [Run((*smoke, "flash"))]),
         Section("memcheck", 30, [Run(("{crashed}",), under=SANITIZER)]),
     ]

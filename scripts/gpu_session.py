@@ -382,8 +382,11 @@ class Session:
         ]
         self.results["seconds"] = round(time.monotonic() - self.began, 1)
         facts = {**self.results, "records": self.results["records"] + running}
+        text = json.dumps(facts, indent=0) + "\n"
+        for folder in (ROOT, sys.prefix):  # results are published: no paths of the machine
+            text = text.replace(f"{folder}/", "")
         temporary = self.out / "results.json.tmp"
-        temporary.write_text(json.dumps(facts, indent=0) + "\n", "utf-8")
+        temporary.write_text(text, "utf-8")
         temporary.replace(self.out / "results.json")
 
     def _finish(self) -> None:

@@ -58,6 +58,7 @@ FAULTS = {
     "cuda": ("raise RuntimeError('CUDA error: an illegal access')", "crash", "illegal access"),
     "triton": ("raise RuntimeError('Error [CUDA]: misaligned address')", "crash", "misaligned"),
     "host": ("raise TypeError('host code')", "crash", "TypeError: host code"),
+    "path": ("import gpu_records as g; raise OSError(g.__file__)", "crash", ": scripts/gpu_r"),
     "wrong": ("assert 1 == 2", "wrong", "assert 1 == 2"),
     "unsupported": ("raise NotImplementedError('has no mask')", "refused", "has no mask"),
     "refused": ("import pytest; pytest.skip('reason: refused: dropout')", "refused", "dropout"),

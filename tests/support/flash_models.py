@@ -43,7 +43,7 @@ def _sequence(
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
     distance = j - i - (keys - queries)  # 0 for the last query and the last key
     if slopes is not None:
-        scores = scores - slopes[:, None, None] * distance.abs()
+        scores = scores - slopes.to(scores)[:, None, None] * distance.abs()
     masked = torch.zeros(queries, keys, dtype=torch.bool)
     if sides[0] is not None:
         masked |= distance < -sides[0]

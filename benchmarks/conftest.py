@@ -79,13 +79,13 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 def _cpu_runner(config: pytest.Config) -> Runner:
     quick, target = config.getoption("--quick"), config.getoption("--results")
-    meter = CpuMeter(quick)
+    meter, fast = CpuMeter(quick), quick or config.getoption("--fast-peers")
     machine = meter.machine()
     path = None if target is None else RESULTS / target
     if target == "cpu.json":  # one results file per CPU model
         path = RESULTS / f"cpu-{slug(machine['cpu'])}.json"
     return Runner(
-        meter, torch.device("cpu"), None, meter.ceilings(), machine, quick=quick, path=path
+        meter, torch.device("cpu"), None, meter.ceilings(), machine, quick=fast, path=path
     )
 
 

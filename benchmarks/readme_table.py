@@ -22,30 +22,23 @@ ROWS = (
 def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     """Return a Markdown table of attention calls, followed by a sentence on full models.
 
+    The CPU that computes most comes first.
+
     Args:
         cpus: results of `make bench`, one entry per CPU.
         models: results of `make bench-models`.
     """
-    header = ["attention, speedup over torch"]
-    columns = []
-    for results in cpus:
+    header, columns = ["attention, speedup over torch: float32, bfloat16"], []
+    for results in sorted(cpus, key=lambda results: -results["ceilings"]["bfloat16"]):
         machine = results["machine"]
         layout, records = next(iter(tables.by_layout(results).items()))
-        for dtype in DTYPES:
-            header.append(
-                f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {layout} "
-                f"operands, {dtype}"
-            )
-            columns.append(
-                {
-                    (record["group"], record["name"]): tables.over_torch(record)
-                    for record in records
-                    if record["dtype"] == dtype
-                }
-            )
+        header.append(
+            f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {layout} operands"
+        )
+        columns.append({(r["group"], r["name"], r["dtype"]): tables.over_torch(r) for r in records})
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for title, *case in ROWS:
-        cells = [f"{column[tuple(case)]:.1f}" for column in columns]
+        cells = [", ".join(f"{of[(*case, dtype)]:.1f}" for dtype in DTYPES) for of in columns]
         lines.append("| " + " | ".join([title, *cells]) + " |")
     return "\n".join([*lines, "", _models(models)])
 

@@ -108,8 +108,8 @@ def decode_attention(
             disables it.
         sinks: as in scaled_dot_product_attention, but not differentiable.
         rotary_cos, rotary_sin: (positions, width), tables of `rotary_embedding`, which is applied
-            to query and to key at their positions in the sequence. On CPUs, keys are rotated on
-            their way into the cache. None: no rotation.
+            to query and to key at their positions in the sequence. On CPUs, keys are rotated as
+            they are written to the cache. None: no rotation.
         rotary_interleaved: as interleaved in `rotary_embedding`.
         return_lse: also return lse, the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "flash", "flex", "sdpa" or "eager"; None selects a backend

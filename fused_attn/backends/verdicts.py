@@ -231,7 +231,7 @@ class ClassVerdict:
 
     Attributes:
         usable: True if the backend is correct, and faster than the backend selected otherwise.
-        speedup: the speed-up over that backend; None if not timed.
+        speedup: the speedup over that backend; None if not timed.
         found: why the backend is not usable, worded to follow "found it"; empty if it is usable.
     """
 
@@ -241,7 +241,7 @@ class ClassVerdict:
 
     @property
     def rate(self) -> float:
-        """The speed-up if the backend is usable and was timed, else 0."""
+        """The speedup if the backend is usable and was timed, else 0."""
         return self.speedup or 0.0 if self.usable else 0.0
 
 

@@ -98,7 +98,7 @@ class UncheckedAttention:
         return seed
 
     def validated(self) -> AttentionCall:
-        """Return the AttentionCall of this call, which a backend has accepted, for its backward."""
+        """Return the AttentionCall for the backward, once a backend has accepted this call."""
         return AttentionCall(self.query, self.key, self.value, self.mask, self.options.validated())
 
 
@@ -164,5 +164,5 @@ class UncheckedNorm:
         return seed
 
     def validated(self) -> NormCall:
-        """Return the NormCall of this call, which a backend has accepted, for its backward."""
+        """Return the NormCall for the backward, once a backend has accepted this call."""
         return NormCall(self.input, self.residual, self.weight, self.bias, self.options.validated())

@@ -1,7 +1,7 @@
 """FlexAttention's function on the kernels of this package, with gradients on CPUs.
 
-A score_mod is called with random scores to find out what it does. It may add a bias, which may have
-gradients and may be -inf, and scale the scores or cap them by tanh.
+A score_mod may scale the scores or cap them by tanh, and add a bias, which may have gradients and
+may be -inf. It is called with random scores to find out which of these it does.
 
 Example:
     >>> from fused_attn.compat.flex_attention import create_block_mask, flex_attention
@@ -56,7 +56,7 @@ __all__ = [
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
-_TOLERANCE = 1e-6  # of a score_mod that computes in float32
+_TOLERANCE = 1e-6  # relative error of a score_mod that computes in float32
 _LARGE = 1e9  # a score for which tanh is 1 in every score_mod
 _PROBES = (30.0, -30.0, 1e3, -1e3, _LARGE, -_LARGE)
 
@@ -83,15 +83,16 @@ def flex_attention(
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
             score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and c, a
-            function of positions, which may have gradients. It is examined with random scores and
-            those of `_PROBES` once for each shape and state of what it reads, or in each call if it
-            is no plain function of tensors and numbers. A c other than 0 becomes a float32 tensor
-            of shape (batch or 1, num_heads or 1, seqlen_q, seqlen_k).
+            function of positions, which may have gradients. To find a, c1 and c, it is called with
+            random scores and with large ones, once for each shape and each version of the tensors
+            and numbers that it reads. If it reads anything else, this happens in each call. A c
+            other than 0 becomes a float32 tensor of shape (batch or 1, num_heads or 1, seqlen_q,
+            seqlen_k).
         block_mask: see `masks.from_mask_mod`.
         scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
         enable_gqa: allow num_heads to be a multiple of num_heads_kv.
         return_lse: also return lse, the natural log of the softmax denominator.
-        kernel_options: tile sizes and such of FlexAttention's kernels. They affect no result here.
+        kernel_options: options of FlexAttention's kernels, such as tile sizes. They are ignored.
         return_aux: which of lse and max_scores to return in an AuxOutput.
 
     Returns:
@@ -126,7 +127,7 @@ def flex_attention(
 
 
 class _Terms(NamedTuple):
-    """The action of a score_mod: factor * score or softcap * tanh(score / softcap), plus bias."""
+    """Formula of a score_mod: factor * score or softcap * tanh(score / softcap), plus bias."""
 
     factor: float
     softcap: float | None
@@ -134,11 +135,11 @@ class _Terms(NamedTuple):
 
 
 _EXAMINED: WeakKeyDictionary[Any, dict[Any, _Terms]] = WeakKeyDictionary()
-_MOST_EXAMINED = 8  # shapes and states of a score_mod that are kept
+_MOST_EXAMINED = 8  # maximum number of cached entries per score_mod
 
 
 def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
-    """Return what a score_mod does, examined once for each shape and state of what it reads.
+    """Return the formula of a score_mod, cached by the shape and by the values that it reads.
 
     A bias with gradients is evaluated in each call, and so is a score_mod whose state is unknown.
     """
@@ -223,7 +224,7 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
 
 
 def _check_gradients(result: Tensor, bias: Tensor) -> None:
-    """Refuse a factor or cap with gradients: only `bias`, the result for 0, may have them."""
+    """Raise NotImplementedError if a factor or cap has gradients; only `bias` may have them."""
     leaves, todo, done = [], [result.grad_fn], set()
     while todo:
         node: Any = todo.pop()

@@ -156,8 +156,8 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
     """Return out and lse of the rows of this rank; see `ring_attention`.
 
     Args:
-        groups: the ranks of each dimension of the mesh. The first exchange keys and values, the
-            last exchange heads; with one dimension, call.method decides.
+        groups: the ranks of each dimension of the mesh. Ranks of the first dimension exchange keys
+            and values, those of the last exchange heads; with one dimension, call.method decides.
 
     Raises:
         NotImplementedError: under torch.func transforms or forward-mode AD.
@@ -257,7 +257,7 @@ def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
     return _cached_on_mask(spec, memo_key, own.inputs.query.device, make)
 
 
-_LIMIT = 64  # number of values per mask with tensors, and of all masks without
+_LIMIT = 64  # cached values per mask with tensors, and in total for masks without tensors
 _of_numbers: Memo = {}
 
 

@@ -46,10 +46,10 @@ def balanced(
 ) -> Sharding:
     """Return a Sharding in which each rank has about the same number of visible keys to compute.
 
-    The result is the first of these that is balanced: consecutive positions, zigzag, and chunks
-    that are dealt. Chunks are dealt in descending order of their work, each to one of the ranks
-    with the least work, preferably one that already has the keys. If the largest work exceeds the
-    mean by more than 5 % in all shardings, the most balanced one is returned.
+    The result is the first of these that is balanced: consecutive positions, zigzag, and chunks of
+    positions. Chunks are assigned in descending order of their work, each to one of the ranks with
+    the least work, preferably one that already has the keys. If the largest work exceeds the mean
+    by more than 5 % in all shardings, the most balanced one is returned.
 
     Ranks have equal numbers of rows up to one chunk, as runs in ascending order. Runs begin at
     multiples of 8 if the length permits it, as dropout prefers. The result depends only on the
@@ -66,7 +66,7 @@ def balanced(
         batch: number of sequences that the mask describes; their work is added up. Ignored with
             cu_seqlens.
         num_heads: number of heads that the mask describes.
-        chunk_size: number of positions per chunk; if given, chunks are always dealt. None selects
+        chunk_size: number of positions per chunk; if given, chunks are always used. None selects
             it automatically.
 
     Raises:
@@ -146,7 +146,7 @@ def _spec(
 
 
 def _candidates(visible: VisibleKeys, work: Tensor, ranks: int) -> Iterator[tuple[Sharding, bool]]:
-    """Yield shardings, and False for dealt ones; earlier ones usually send fewer keys."""
+    """Yield shardings, and False for those of chunks; earlier ones usually send fewer keys."""
     length = len(work)
     yield Sharding([[run] for run in _parts(length, ranks)]), True
     chunks = _parts(length, 2 * ranks)
@@ -173,7 +173,7 @@ def _chunk_size(length: int, ranks: int, chunks: int) -> int:
 
 
 def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:
-    """Return the Sharding of chunks of a size, dealt by their work."""
+    """Return the Sharding of chunks of a size, assigned by their work."""
     length = len(work)
     firsts = np.arange(0, length, size)
     begin, end = visible.ranges(firsts)
@@ -185,18 +185,18 @@ def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Shardin
 
 
 def _deal(work: Any, begin: Any, end: Any, ranks: int, last_is_short: bool) -> list[list[int]]:
-    """Return the chunks of each rank, dealt in descending order of work.
+    """Return the chunks of each rank, assigned in descending order of work.
 
     Args:
         work: visible keys of each chunk, int64 (chunks,).
         begin, end: chunks of keys that each chunk attends to, [begin, end).
         ranks: number of ranks.
-        last_is_short: the last chunk has fewer positions than the others. The last rank gets it,
-            which is one of those with most chunks.
+        last_is_short: the last chunk has fewer positions than the others. It is assigned to the
+            last rank, which has as many chunks as any other rank.
     """
     count, total = len(work), max(int(work.sum()), 1)
     mean_chunk, mean_rank = total / count, total / ranks
-    room = count // ranks + (np.arange(ranks) >= ranks - count % ranks)  # chunks to deal
+    room = count // ranks + (np.arange(ranks) >= ranks - count % ranks)  # chunks left to assign
     load = np.zeros(ranks)  # work of each rank
     available = np.zeros((count, ranks), bool)  # keys that a rank holds or receives
     dealt: list[list[int]] = [[] for _ in range(ranks)]

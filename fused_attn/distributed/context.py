@@ -46,8 +46,8 @@ def context_parallel(
     `method` and `load_balancer` added. All ranks pass the same complete buffers. Within the block,
     each buffer has only the rows of this rank, and attention between them is computed as for the
     complete sequence. This applies to torch.nn.functional.scaled_dot_product_attention and to that
-    of this package, and so to modules and models that call them. Other attention is not redirected:
-    a softmax that a model computes itself, and torch's function where it was imported by its name.
+    of this package, and so to modules and models that call them. It does not apply to hand-written
+    attention, or where a module has imported torch's function by name.
 
     Run the backward within the block, too: activation checkpointing calls attention again.
 
@@ -56,11 +56,11 @@ def context_parallel(
             ring_attention.
         buffers: tensors with a sequence dimension, such as token ids, labels and position ids. They
             are sharded in place, and are complete again after the block.
-        buffer_seq_dims: the sequence dimension of each buffer. They have the same size.
-        no_restore_buffers: buffers that remain cut after the block.
-        mask: mask of the complete sequence for all attention calls: they ignore their attn_mask,
-            but apply is_causal. None means that calls must not have an attn_mask, except
-            is_causal.
+        buffer_seq_dims: the sequence dimension of each buffer. These dimensions have equal sizes.
+        no_restore_buffers: buffers that remain sharded after the block.
+        mask: mask of the complete sequence for all attention calls. It replaces their attn_mask;
+            their is_causal still applies. None means that calls may pass is_causal, but no
+            attn_mask.
         method: "ring" exchanges keys and values, "all_to_all" heads; "auto" selects the one that
             sends fewer bytes for a call and its mask. Ignored for a two-dimensional mesh.
         load_balancer: "zigzag", "contiguous", "balanced", a Sharding, or a function of (length,
@@ -123,7 +123,7 @@ def context_parallel(
     if calls.count == 0:
         warnings.warn(
             "scaled_dot_product_attention was not called under context_parallel: attention that a "
-            "model computes in other ways is not distributed",
+            "model computes without this function is not distributed",
             stacklevel=3,
         )
 
@@ -139,7 +139,7 @@ def context_parallel_shard(
     Args:
         mesh, load_balancer: as in context_parallel, but not "balanced", which needs a mask.
         buffers: complete tensors, the same on all ranks.
-        seq_dims: the sequence dimension of each tensor. They have the same size.
+        seq_dims: the sequence dimension of each tensor. These dimensions have equal sizes.
     """
     groups = ranks_of(mesh)
     if not buffers:
@@ -181,8 +181,8 @@ def context_parallel_unshard(
         expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
         if rows != expected:
             raise ValueError(
-                f"buffers must have the numbers of rows that load_balancer assigns to the ranks of "
-                f"the mesh, {expected}, got {rows}"
+                f"buffers must have the number of rows that load_balancer assigns to each rank, "
+                f"{expected} by rank, got {rows}"
             )
         results.append(_complete(buffer, dim, sharding, groups))
     return results

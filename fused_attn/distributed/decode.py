@@ -196,7 +196,7 @@ def own_part(call: AttentionCall, pieces: Sequence[Piece], prefix: bool) -> Merg
 
 
 def _merged(ranks: Ranks, own: MergedOutputs, call: AttentionCall) -> AttentionOutputs:
-    """Merge the results of all ranks in rank order, so that all ranks get equal bits."""
+    """Merge the results of all ranks in rank order, so that they are bitwise equal on all ranks."""
     wide = own.finish(own.dtype)
     message = torch.cat([wide.out, wide.lse[..., None], wide.lse_residual[..., None]], -1)
     received = [torch.empty_like(message) for _ in range(ranks.size)]

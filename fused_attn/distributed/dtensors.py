@@ -7,8 +7,8 @@ is an ordinary differentiable operation (`to_local`, slices, `from_local`), so t
 and activation checkpointing need nothing else.
 
 Sharding rules of the registered ops (`register_sharding`) cannot do this. Mask tensors are often
-plain tensors, which DTensor rejects in one op with DTensors. A rule also cannot cut a tensor by the
-heads of this rank, or set offsets that differ between ranks.
+plain tensors, which DTensor rejects in one op with DTensors. A rule also cannot slice a tensor to
+the heads of this rank, or set offsets that differ between ranks.
 
 Supported placements are Replicate, Shard of the batch, Shard of the heads if the size of the mesh
 dimension divides num_heads and num_heads_kv, and for norms Shard of any dimension that is not

@@ -18,7 +18,7 @@ _MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)
 class MergedOutputs:
     """Sum of partial results.
 
-    The result does not depend on anything but the parts and their order. Rows without a visible key
+    The result depends only on the parts and their order. Rows without a visible key
     remain 0, with lse -inf.
 
     Attributes:

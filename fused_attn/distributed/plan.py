@@ -58,7 +58,7 @@ class Step:
     Attributes:
         blocks: the blocks to compute.
         wanted: rows of the rank that owns the keys, in ascending order; these are received.
-        sent: own rows, in ascending order, that are sent to the rank that needs them.
+        sent: rows of this rank, in ascending order, that are sent to the rank that needs them.
     """
 
     blocks: tuple[Block, ...]

@@ -4,7 +4,9 @@ In step s, rank r attends to keys of rank r - s. It receives only the rows that 
 to, while it computes earlier steps. Partial results are merged in float32. The backward receives
 the same rows again and recomputes the weights of each block from the merged lse. It returns the
 float32 gradients of keys and values to their owner, which adds them up in the order of the steps,
-so two runs give equal bits. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+so two runs give bitwise equal results.
+
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
 """
 
 from __future__ import annotations

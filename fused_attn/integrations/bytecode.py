@@ -56,7 +56,7 @@ def keywords_in(kind: type) -> frozenset[str]:
 
 
 def same_code_key(kind: type, methods: tuple[str, ...]) -> Any:
-    """Return a key that is equal for classes whose own methods of these names have equal code.
+    """Return a key that is equal for classes that define methods of these names with equal code.
 
     Names of classes and methods, and line numbers, are not part of the key.
     """

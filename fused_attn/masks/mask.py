@@ -100,9 +100,9 @@ class Mask:
     __rand__ = __and__  # tensor & mask raises the same TypeError as mask & tensor
 
     def __or__(self, other: Mask) -> Mask:
-        """Return a mask in which a position is visible if either mask shows it.
+        """Return a mask in which a position is visible if it is visible in either mask.
 
-        The union is evaluated and recognized as the function of `from_mask_mod` is.
+        The union is evaluated and recognized like the function of `from_mask_mod`.
         """
         if not isinstance(other, Mask):
             return NotImplemented

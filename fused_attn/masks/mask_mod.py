@@ -1,9 +1,10 @@
 """Masks from functions of positions, as in FlexAttention, and unions of masks.
 
-A function is evaluated for the shape of a call, some rows at a time. If each query sees an interval
-of keys, the mask becomes bands, lengths, prefixes and documents that express these intervals, or
-on a CPU a table of them. Kernels then skip tiles, and no tensor of seqlen_q x seqlen_k elements
-exists. Otherwise the mask becomes a table of bits on a CPU, and dense on other devices.
+A function is evaluated for the shape of a call, a block of rows at a time. If the visible keys of
+each query are consecutive, the mask becomes bands, lengths, prefixes and documents that express
+these intervals, or on a CPU a table of them. Kernels then skip tiles, and no tensor of seqlen_q x
+seqlen_k elements is allocated. Otherwise the mask becomes a table of bits on a CPU, and dense on
+other devices.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fused_attn.masks.tables import packed, shown_by_intervals
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int, int]
 
-# Positions that are evaluated at a time: 4 MiB of bool, and 8 times that for intermediate results.
+# Maximum number of positions per evaluation: 4 MiB of bool, 8 times that for intermediate results.
 CHUNK = 1 << 22
 
 
@@ -31,11 +32,12 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     """Create a mask from a function of positions, such as a mask_mod of FlexAttention.
 
     The function is evaluated once for each shape of a call: at its first call, or sooner by
-    `mask.plot`. Causal masks, windows, prefixes and documents are recognized, and cost what the
-    functions of this module cost; lengths become a bool tensor of the keys. On a CPU, other masks
-    that show each query consecutive keys, such as windows that differ between heads, become a table
-    of these keys, and all others bits; on other devices, they become a bool tensor of shape (batch
-    or 1, num_heads or 1, seqlen_q, seqlen_k).
+    `mask.plot`. Causal masks, windows, prefixes and documents are recognized, and are as fast as
+    those of the other functions of this module; lengths become a bool tensor of the keys. The cost
+    of other masks depends on the device. On a CPU, a mask becomes a table of key intervals if the
+    visible keys of each query are consecutive, as in windows that differ between heads, otherwise a
+    table of bits. On other devices, it becomes a bool tensor of shape (batch or 1, num_heads or 1,
+    seqlen_q, seqlen_k).
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
@@ -243,7 +245,7 @@ def _intervals(seen: Tensor) -> Tensor | None:
 
 
 def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
-    """Return a mask without dense tensors that shows these intervals, or None."""
+    """Return a mask without dense tensors that has these visible intervals, or None."""
     batch, seqlen_k = shape[0], shape[3]
     seen = end > first
     begin = torch.where(seen, first, seqlen_k).amin(1, keepdim=True)
@@ -268,9 +270,10 @@ def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
 def _band(
     first: Tensor, end: Tensor, seen: Tensor, begin: Tensor, stop: Tensor
 ) -> tuple[Mask | None, Tensor]:
-    """Return the diagonal band that shows the intervals within [begin, stop), or None.
+    """Return the diagonal band whose visible keys in [begin, stop) are the intervals, or None.
 
-    Also returns True for the queries to which this band shows keys, though they see none.
+    Also returns a tensor that is True for queries with visible keys in the band, but none in their
+    interval.
     """
     row = torch.arange(first.shape[1], device=first.device)
     edges: list[int | None] = []
@@ -292,7 +295,7 @@ def _band(
 
 
 def _documents(first: Tensor, end: Tensor, seen: Tensor, seqlen_k: int) -> Mask | None:
-    """Return the mask of documents, the parts of the keys that no interval leaves, and a band."""
+    """Return a mask of documents and a band, or None. No interval crosses a document boundary."""
     ones = seen.long()
     crossing = first.new_zeros(first.shape[0], seqlen_k + 2)
     crossing.scatter_add_(1, first + 1, ones).scatter_add_(1, end, -ones)

@@ -44,9 +44,9 @@ def of_positions(
 ) -> MaskSpec:
     """Return the mask of the queries and keys at some positions.
 
-    A diagonal band moves by the difference of the first positions; tensors are cut. With prefixes,
-    the two ranges must be equal or disjoint, because a prefix ends in a causal mask that begins at
-    the first query and the first key. See `split_at_overlap`.
+    A diagonal band moves by the difference of the first positions; tensors are sliced. With
+    prefixes, the two ranges must be equal or disjoint, because a prefix ends in a causal mask that
+    begins at the first query and the first key. See `split_at_overlap`.
 
     Args:
         spec: the mask of the complete call.
@@ -109,7 +109,7 @@ def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
 
 
 def cut_tensors(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
-    """Return all tensors of a mask, cut in the dimensions that `parts` name (see TENSORS)."""
+    """Return all tensors of a mask, sliced in the dimensions that `parts` name (see TENSORS)."""
     tensors = {}
     for name, letters in TENSORS.items():
         tensor = getattr(spec, name)

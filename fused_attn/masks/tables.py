@@ -21,13 +21,13 @@ def packed(visible: Tensor) -> Tensor:
 
 
 def shown_by_bits(bits: Tensor, seqlen_k: int) -> Tensor:
-    """Return the keys that `MaskSpec.bits` show, bool (*, seqlen_k)."""
+    """Return the keys that are visible in `MaskSpec.bits`, bool (*, seqlen_k)."""
     visible = bits.contiguous().view(torch.uint8)[..., None] >> _bit(bits) & 1
     return visible.to(torch.bool).flatten(-2)[..., :seqlen_k]
 
 
 def shown_by_intervals(intervals: Tensor, seqlen_k: int) -> Tensor:
-    """Return the keys that `MaskSpec.intervals` show, bool (*, seqlen_q, seqlen_k)."""
+    """Return the keys in `MaskSpec.intervals`, bool (*, seqlen_q, seqlen_k)."""
     key = torch.arange(seqlen_k, device=intervals.device)
     return (key >= intervals[..., :1]) & (key < intervals[..., 1:])
 

@@ -2,7 +2,7 @@
 
 Dropout masks differ from torch's, and dropped elements are 0 even if they were non-finite.
 Otherwise, results differ from torch's only by rounding. User-defined modules and modules with hooks
-are called as they are.
+are called unchanged.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 
 @traced_as_constant
 def _may_break_graph() -> bool:
-    """Return True if the graph being traced may be split, so not under fullgraph=True."""
+    """Return True if the graph being traced may be split, which fullgraph=True forbids."""
     global _uncompiled
     import torch._dynamo
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -108,7 +108,8 @@ def rotate_by_kernel(input: Tensor, rotation: Rotation, out: Tensor | None = Non
     if backend is None:
         return None
     if needs_grad(input):
-        if rotation.positions is not None:  # checked values, which nobody else can change
+        if rotation.positions is not None:
+            # Copy the checked values, so that the caller cannot change them before the backward.
             rotation = rotation._replace(positions=rotation.positions.clone())
         return _Rotary.apply(input, *rotation, backend, False)
     if out is None or kernel_strides(out) is out:

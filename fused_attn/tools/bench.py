@@ -204,7 +204,7 @@ def require_memory(
 ) -> None:
     """Raise ValueError if a measurement needs more memory than the device has.
 
-    Counted are the operands, the output and float32 copies, and a mask tensor for SDPA.
+    The estimate counts the operands, the output and float32 copies, and a mask tensor for SDPA.
     """
     queries = shape.batch * shape.num_heads * shape.seqlen_q
     keys = shape.batch * shape.num_heads_kv * shape.seqlen_k

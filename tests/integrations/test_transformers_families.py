@@ -173,7 +173,7 @@ def test_models_that_use_their_masks(name, padded, calls):
     """
     model = small_model(getattr(transformers, f"{name}Model"))
     inputs = text()
-    inputs["attention_mask"][2] = 1  # padded on the left, eager gives NaN
+    inputs["attention_mask"][2] = 1  # eager returns NaN for left padding
     if not padded:
         del inputs["attention_mask"]
     real = inputs.get("attention_mask", torch.ones(3, LENGTH)).bool()
@@ -261,14 +261,14 @@ def test_models_with_their_own_attention_decline(name, calls):
 def test_models_without_attention_need_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        BY_NAME["Detr"].model("fused_attn")  # has a ResNet
+        BY_NAME["Detr"].model("fused_attn")  # Detr contains a ResNet
 
 
 def test_models_that_do_more_with_their_masks_decline():
     config = transformers.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, num_heads=4, d_ff=40, num_layers=2
     )
-    with pytest.warns(UserWarning, match="uses its masks in other ways"):
+    with pytest.warns(UserWarning, match="supports only eager attention"):
         transformers.SwitchTransformersModel._from_config(config, attn_implementation="fused_attn")
 
 
@@ -280,7 +280,7 @@ SAM = [
 
 @pytest.mark.parametrize(("whole", "vision"), SAM, ids=["Sam", "SamHQ"])
 def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls):
-    with pytest.warns(UserWarning, match=r"selects its attention by name from eager, sdpa"):
+    with pytest.warns(UserWarning, match=r"selects its attention class among eager, sdpa"):
         model = small_model(whole)
     encoder = model.vision_encoder
     assert type(encoder.layers[0].attn).__name__.endswith("SdpaAttention")
@@ -292,7 +292,7 @@ def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls
     assert not report.swapped
     assert [s.name for s in report.skipped] == ["(the model)", "vision_encoder"]
     assert "nothing in it calls" in report.skipped[0].reason
-    assert "selects its attention by name" in report.skipped[1].reason
+    assert "selects its attention class among" in report.skipped[1].reason
     model(torch.randn(1, 3, 32, 32, dtype=torch.float64))
     assert not calls
 

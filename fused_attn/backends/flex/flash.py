@@ -16,8 +16,8 @@ from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
 
 PACKAGE = "flash-attn-4"
-# The first without a race in the backward with block lists, which makes gradients wrong or NaN
-# (https://github.com/Dao-AILab/flash-attention/pull/2756).
+# The first version without a race in the backward with block lists. The race made gradients wrong
+# or NaN (https://github.com/Dao-AILab/flash-attention/pull/2756).
 MIN_VERSION = "4.0.0b26"
 HOPPER, BLACKWELL = 9, (10, 11)
 # For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
@@ -56,7 +56,7 @@ class FlexFlashBackend(FlexBackend):
         if problem.learned_bias:
             reasons.append("does not support the gradient of a bias")
         if problem.result == "lse" and problem.needs_grad:
-            # torch 2.13; 2.14 has it on some GPUs
+            # in torch 2.13; torch 2.14 supports it on some GPUs
             reasons.append("cannot backpropagate through lse")
         if problem.needs_grad and torch.are_deterministic_algorithms_enabled():
             reasons.append("does not support a deterministic backward")

@@ -83,7 +83,7 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     config = args.config("decode")
     num_m = -(-rows // config.block_m)
     programs = sizes.batch * sizes.num_heads_kv * num_m
-    # Not more programs than run at once: a second, shorter round would double the time.
+    # At most as many programs as run concurrently: a second, shorter wave would double the time.
     wanted = PROGRAMS_PER_CORE * arch_of(args.device).num_cores // programs
     longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
     num_parts = max(1, min(wanted, longest, DECODE_MAX_PARTS))

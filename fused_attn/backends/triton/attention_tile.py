@@ -66,7 +66,7 @@ class KernelConstants(NamedTuple):
     ACCURATE: Any  # bool: exp must be accurate to the last bits of float32
     PRECISION: Any  # input_precision of float32 matmuls: "ieee" or "tf32"
     PACKED_HEADS: Any  # bool: a tile has queries of several heads, and h has an element per row
-    WHOLE_BLOCKS: Any  # bool: all keys of a KV block are within the bias
+    WHOLE_BLOCKS: Any  # bool: no KV block extends past the end of the bias
 
 
 class Keys(NamedTuple):

@@ -268,7 +268,8 @@ def bits_of(words, next_words, bit, const: tl.constexpr, KEYS_FIRST: tl.constexp
     """Unpack words, one per query, into a bool tile.
 
     Args:
-        bit: which bit of the words each key of the tile is. From 64 on, it is one of next_words.
+        bit: (BLOCK_N,), for each key of the tile, the index of its bit. Bits from 64 on are in
+            next_words.
     """
     spread = across(words, False, KEYS_FIRST)
     if const.BLOCK_N > 64:

@@ -127,9 +127,9 @@ def visible_tiles(ranges, lists, b, h, owner, owners, others):
 
 @triton.jit
 def full_tile(t, tiles, lists):
-    """Return the index of the t-th full tile; any index if there are not so many.
+    """Return the index of the t-th full tile; an arbitrary index if there are fewer.
 
-    Loops read the index of the next tile in advance, because K and V cannot be prefetched before.
+    Loops read the index one iteration ahead, because K and V cannot be prefetched without it.
     """
     if lists.counts is None:
         return tiles[3] + t
@@ -139,9 +139,9 @@ def full_tile(t, tiles, lists):
 
 @triton.jit
 def partial_tile(t, tiles, lists):
-    """Return the index of the t-th partial tile; any index if there are not so many.
+    """Return the index of the t-th partial tile; an arbitrary index if there are fewer.
 
-    In a range, the partial tiles before the full tiles come first.
+    In a range, the partial tiles before the full tiles are counted first.
     """
     if lists.counts is None:
         tile = tiles[2] + t

@@ -47,7 +47,7 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), written to the cache after the first
             cache_seqlens positions. None adds nothing.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2); rotate k, and q at the positions of
-            k, or at the first of them without causal and window_size. They need k.
+            k, or at the first of them without causal and window_size. Require k.
         cache_seqlens: int, or (batch,) integers; positions of the cache that are in use. None means
             all.
         cache_batch_idx: (batch,) integers; the row of the cache of each sequence.

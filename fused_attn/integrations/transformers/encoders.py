@@ -4,9 +4,9 @@ The layers of most encoders process each token independently, except in attentio
 is therefore packed before the layers and unpacked after them. Two kinds of modules are found by the
 signature of their forward:
 
-- stacks of layers, as BertEncoder, which take hidden states and a mask;
-- models that pass positions to their layers, as ModernBERT with rotary embeddings. They are packed
-  before the embeddings.
+- stacks of layers, such as BertEncoder, whose arguments are hidden states and a mask;
+- models that pass positions to their layers, such as ModernBERT with rotary embeddings. They are
+  packed before the embeddings.
 
 Before one of them removes padding, `is_exact` compares a packed batch with the padded one.
 """
@@ -38,7 +38,7 @@ from fused_attn.nn.packing import (
 )
 
 NAME = "fused_attn"  # name of the attention implementation
-PACKING = "fused_attn_packing"  # keyword argument that brings a Packing to the attention
+PACKING = "fused_attn_packing"  # keyword argument that passes a Packing to the attention
 
 # Arguments of decoders, which attend to a cache or to another model.
 _OF_DECODERS = {"cache", "past_key_values", "encoder_hidden_states"}
@@ -257,8 +257,8 @@ def _evaluating(module: Module) -> Iterator[None]:
 def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
     """Return True if two outputs have the same entries, and equal numbers in rows of real tokens.
 
-    Rounding may differ, because products of other sizes are computed. What is pooled from padded
-    rows may differ too, so only the first sequence counts, which has none.
+    Rounding may differ, because the matmuls have other sizes. Of the other entries, such as pooled
+    outputs, only those of the first sequence are compared, which has no padding.
     """
     if list(padded) != list(packed):
         return False
@@ -278,12 +278,12 @@ def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if an argument is no tensor and contains none, unlike a cache."""
+    """Return True if an argument neither is nor contains a tensor; a cache contains tensors."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _observed(encoder: Any, arguments: dict[str, Any]) -> bool:
-    """Return True if the output has what layers return, or is a tuple."""
+    """Return True if the call requests hidden states, attention weights or a tuple."""
 
     def wanted(name: str, default: bool) -> Any:
         given = arguments.get(name)
@@ -343,7 +343,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
     if module is encoder:
-        return not overrides_methods(module)  # its hooks see padded batches
+        return not overrides_methods(module)  # its hooks receive padded batches
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):
         return True
     known = (encoder.source.__module__, "transformers.activations")
@@ -354,7 +354,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
 
 
 def _only_requires_grads(embeddings: Module) -> bool:
-    """Return True if embeddings have no hooks but that of `gradient_checkpointing_enable`."""
+    """Return True if embeddings have no hooks except that of `gradient_checkpointing_enable`."""
     return not (embeddings._forward_pre_hooks or "forward" in embeddings.__dict__) and all(
         "enable_input_require_grads" in getattr(hook, "__qualname__", "")
         for hook in embeddings._forward_hooks.values()
@@ -383,11 +383,11 @@ def arguments_of(
         mask: the Mask that transformers made for the packed batch, or None. In a compiled graph, it
             is a dense tensor, which is not read.
         window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
-            of a query, plus one. None means all keys.
-        refused: names of what packed batches do not support; True if the layer has it.
+            of a query, plus one. None means no limit.
+        refused: features that packed batches do not support; True for those that the layer uses.
 
     Raises:
-        NotImplementedError: the layer has a refused argument, or its mask is not that of its
+        NotImplementedError: the layer uses a refused feature, or its mask is not that of its
             window.
     """
     names = [name for name, given in refused.items() if given]

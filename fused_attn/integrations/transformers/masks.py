@@ -3,8 +3,8 @@
 transformers describes a mask by a function of indices, which is composed of closures.
 `attention_mask` recognizes the library's functions by their code objects and reads their closure
 variables. A composition that contains any other function, such as a user-defined one, is evaluated
-at every position, as for sdpa. This is slow but always correct. On a CPU, it is evaluated some rows
-at a time, and becomes a Mask without dense tensors if there is one.
+at every position, as for sdpa. This is slow but always correct. On a CPU, it is evaluated in blocks
+of rows, and becomes a Mask without dense tensors if an equivalent one is found.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = chunked_overlay(1, torch.empty(0)).__code__
-# Newer versions of transformers have blocks of tokens that see each other, such as images, and map
-# the indices of packed sequences to positions.
+# Newer versions of transformers have blocks of tokens that attend to each other, such as images,
+# and map the indices of packed sequences to positions.
 _blocks = getattr(masking_utils, "blockwise_overlay", None)
 _BLOCKS = _blocks(torch.empty(0)).__code__ if _blocks else None
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -353,7 +353,7 @@ def _united(
     kv_offset: int,
     device: torch.device | str,
 ) -> Tensor | None:
-    """Return the intervals of keys that a union shows, int64 (batch or 1, q_length, 2).
+    """Return the intervals of keys that a union makes visible, int64 (batch or 1, q_length, 2).
 
     Returns None unless the visible keys of every query are consecutive, or if tensors cannot be
     read.

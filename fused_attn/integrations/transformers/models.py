@@ -65,7 +65,7 @@ def register() -> None:
 def _allow_generate_batch(library: Any) -> None:
     """Let continuous batching, `generate_batch`, run models whose attention is "fused_attn".
 
-    The library's manager switches any implementation but its own to flash-attn, or rejects it.
+    The library's manager switches all other implementations to flash-attn, or rejects them.
     Releases before 5.24, whose manager differs, reject "fused_attn".
     """
     manager = library.ContinuousBatchingManager
@@ -110,12 +110,12 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
     # Files of purely convolutional models do not import the interface.
     attends = hasattr(library, _INTERFACE)
     if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
-        return "it supports only eager attention, because it uses its masks in other ways"
+        return "transformers supports only eager attention for it"
     for part in _parts(kind):
         names = names_in(part)
         for table in map(_globals(part).get, names):
             if _is_table(table) and NAME not in table:
-                return f"{part.__name__} selects its attention by name from {', '.join(table)}"
+                return f"{part.__name__} selects its attention class among {', '.join(table)}"
         if _INTERFACE in names:
             if any(map(_resolves_to_eager, methods_of(part))):
                 return f"{part.__name__} always selects eager attention"

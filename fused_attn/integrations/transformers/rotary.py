@@ -26,14 +26,14 @@ from fused_attn.ops.rotary import Rotation, rotate_by_kernel
 # two neighboring dimensions. All compute x * cos + rotate_half(x) * sin for the first dimensions.
 _ORIGINALS = {
     "llama": False,
-    "gpt_neox": False,  # rotates the first dimensions only, as does the next
+    "gpt_neox": False,  # this and phi3 rotate only the first dimensions
     "phi3": False,
-    "gemma4": False,  # one tensor a call
+    "gemma4": False,  # one tensor per call
     "olmo": False,
     "modernbert": False,
     "cohere": True,
 }
-_PREFIX = "_fused_attn_"  # of the new globals
+_PREFIX = "_fused_attn_"  # prefix of the names of the new globals
 
 
 class RotaryAttention(FromTorch):
@@ -161,7 +161,7 @@ def _known() -> dict[Any, bool]:
 def _code(function: Any) -> Any:
     """Return a key that is equal for functions of equal code, whose helpers have equal code.
 
-    Returns None for closures and for objects that are no functions.
+    Returns None for closures and for objects that are not functions.
     """
     if not isinstance(function, FunctionType) or function.__closure__ is not None:
         return None

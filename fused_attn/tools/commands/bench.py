@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
         show_table(
             f"Milliseconds ({where}; medians of {options.repeats} rounds)",
             ("shape", "mask", ">visible", "type", "pass", "backend", ">fused_attn", ">SDPA",
-             ">speed-up", ">of ceiling", ""),
+             ">speedup", ">of ceiling", ""),
             [_row(result) for result in results],
             bad=[i for i, result in enumerate(results) if not result.ok],
         )  # fmt: skip

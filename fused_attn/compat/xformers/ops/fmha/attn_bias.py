@@ -25,7 +25,7 @@ class AttentionBias:
     """Base class of masks, which are a diagonal band in each sequence."""
 
     _align: ClassVar[str | None] = None  # of the band; None for no band
-    _window_size: int = 0  # keys that a query of a causal band sees; 0 for no limit
+    _window_size: int = 0  # keys per query in a causal band; 0 for no limit
     _mask = _padded_mask = cast("Mask | None", None)  # caches
 
     def _band(self) -> tuple[int, int, str] | None:

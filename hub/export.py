@@ -27,7 +27,8 @@ BACKENDS = ("cpu", "cuda")
 # Interface version: users pass it to get_kernel, and the name of the Hub branch contains it.
 # transformers requests version 1 of a kernel that is passed by name as `attn_implementation`.
 VERSION = 1
-# Imports that export more names from the package: transformers calls flash-attn's functions.
+# Imports to add to the package: kernelize needs `layers`, and transformers calls the functions of
+# flash-attn.
 EXTRA_NAMES = """
 from . import layers as layers
 from .compat.flash_attn import flash_attn_func as flash_attn_func

@@ -34,12 +34,12 @@ from fused_attn.masks.spec import normalize
 
 BACKEND = get_backend("triton")
 
-# The matrix instructions for 16-bit types: of a group of warps (64 rows), and of a warp.
+# Matrix instructions for 16-bit types, of a group of warps (64 rows) and of a warp.
 GROUP_ROWS = 64
 GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
 BATCH, HEADS, LENGTH = 2, 8, 256
-# In bytes per thread; with some mask, the fastest configs spill a little.
+# Limit in bytes per thread: the fastest configs spill a little with some masks.
 MEASURED_SPILLS = 128
 
 
@@ -47,7 +47,7 @@ def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
     """Return one mask for each mask code path of a kernel."""
     ids = torch.arange(LENGTH) // 64
     return {
-        "causal": masks.causal(),  # no mask is the same kernel
+        "causal": masks.causal(),  # calls without a mask use the same kernel
         "padding": masks.padding([200, 100]) & masks.prefix_lm([20, 0]),
         "alibi": masks.causal() & masks.alibi(torch.ones(HEADS)),
         "documents": masks.documents(ids) & masks.causal(),

@@ -20,7 +20,7 @@ def note(event: str, args: tuple) -> None:
         opened.append(f"{event} {args[0]}")
 
 
-sys.addaudithook(note)  # a hook cannot be removed, so there is one for the module
+sys.addaudithook(note)  # hooks cannot be removed, so all tests share one
 
 
 @pytest.mark.parametrize("head_dim", [64, 264, 512])

@@ -94,7 +94,8 @@ def test_graphs_see_masks_as_they_are_when_replayed():
     tensors, masks_seen = qkv(), torch.rand(2, 1, HEADS, LENGTH, LENGTH, device=DEVICE) < 0.1
     seen = torch.zeros_like(masks_seen[0])
     mask, graph = masks.dense(seen), torch.cuda.CUDAGraph()
-    F.scaled_dot_product_attention(*tensors, mask)  # caches: all keys are masked
+    # caches the summary of a fully masked mask
+    F.scaled_dot_product_attention(*tensors, mask)
     with torch.cuda.graph(graph):
         out = F.scaled_dot_product_attention(*tensors, mask)
     for now in masks_seen:

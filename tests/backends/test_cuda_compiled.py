@@ -13,7 +13,7 @@ import pytest
 if shutil.which("nvcc") is None or shutil.which("c++filt") is None:
     pytest.skip("reason: needs nvcc and c++filt", allow_module_level=True)
 if shutil.which("cuobjdump") is None:
-    pytest.importorskip("triton")  # has one
+    pytest.importorskip("triton")  # Triton contains cuobjdump
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -68,7 +68,7 @@ def test_other_kernels_do_not_spill(name, tmp_path):
     assert not [k for k in kernels if k.spilled]
 
 
-# 48 floats of a thread that has 32 registers, or room for all of them.
+# A kernel with 48 floats per thread: with two blocks it has 32 registers per thread, and spills.
 SPILLING = """
 namespace fused_attn {{
 template <class T, int kHeadDim, bool kGeneral>

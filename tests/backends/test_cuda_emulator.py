@@ -51,7 +51,7 @@ def run(module: ModuleType, kernel: str, tensors: list[torch.Tensor], **argument
 
 
 def lines_of(text: str) -> list[int]:
-    """Return the numbers of the lines in the kernels' source that contain a text."""
+    """Return the numbers of the lines of the kernels' source that contain the text."""
     return [number for number, line in enumerate(SOURCE, 1) if text in line]
 
 
@@ -116,7 +116,8 @@ def test_float16_denormals_and_specials(module: ModuleType) -> None:
 def test_conversions(module: ModuleType) -> None:
     torch.manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32)
-    ties = torch.arange(0, 2**16, dtype=torch.int32) << 16 | 0x8000  # of bfloat16
+    # halfway between two bfloat16 numbers
+    ties = torch.arange(0, 2**16, dtype=torch.int32) << 16 | 0x8000
     half_ties = (torch.arange(-200, 200) + 0.5) * 2.0**-24
     edges = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.9, 65520.0, 3.4e38]
     values = [bits.view(torch.float32), ties.view(torch.float32), half_ties, torch.tensor(edges)]
@@ -208,7 +209,7 @@ def test_planted_races(module: ModuleType, dtype: str, mistake: str, said: set[s
     got, expected = matmul(module, dtype, mistake)
     assert not (got - expected).abs().max() < 1e-4
     settings()
-    got, expected = matmul(module, dtype)  # launches after an error are none the worse
+    got, expected = matmul(module, dtype)  # an error does not affect later launches
     assert (got - expected).abs().max() < 1e-4
 
 

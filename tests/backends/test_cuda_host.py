@@ -33,7 +33,7 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
     if dtype != torch.bool:
         mask = torch.zeros(shape, dtype=dtype).masked_fill(~mask, float("-inf"))
         if visible == 1.0:
-            mask[..., -1, -1] = -0.0  # adds nothing
+            mask[..., -1, -1] = -0.0  # -0.0 does not change a score
         if visible == ALMOST_ALL:
             mask[0, 0, 0, 0] = float("nan")
     every_other = torch.stack([mask, mask], -1)[..., 0]
@@ -68,7 +68,7 @@ def test_tensors_that_kernels_read_in_place():
         torch.randn(2, 5, 3, 8).transpose(1, 2),
         torch.randn(2, 5, 3, 3, 8).unbind(2)[1].transpose(1, 2),
         torch.randn(2, 1, 5, 8).expand(2, 3, 5, 8),
-        torch.randn(4 * 8)[4:].as_strided((1, 1, 3, 4), (1, 3, 4, 1)),  # of one row and batch
+        torch.randn(4 * 8)[4:].as_strided((1, 1, 3, 4), (1, 3, 4, 1)),  # one batch and one head
         torch.randn(2, 3, 5, 64, dtype=torch.float16)[..., 8:16],
         torch.randn(2, 3, 5, 0),
     ):
@@ -82,8 +82,8 @@ def test_tensors_that_are_copied():
         torch.randn(2, 3, 5, 7),
         torch.randn(2, 3, 5, 4, dtype=torch.bfloat16),
         torch.randn(2, 3, 5, 12)[..., :6],
-        torch.randn(2, 3, 5, 9)[..., :8],  # 9 floats from row to row
-        torch.randn(2, 3, 5, 16)[..., 2:10],  # begins within a chunk
+        torch.randn(2, 3, 5, 9)[..., :8],  # row stride of 9 floats
+        torch.randn(2, 3, 5, 16)[..., 2:10],  # rows begin inside a chunk
         torch.randn(2, 3, 5, 16)[..., ::2],
         torch.randn(1, 1, 1, 1).expand(2, 3, 5, 8),
         apart.as_strided((1, 1, 2, 8), (8, 8, MAX_ROW_STRIDE, 1)),
@@ -111,7 +111,7 @@ def test_choice():
     problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
     assert CUDA.opt_in_reasons(problem)
     assert CUDA.unsupported(problem) == ["supports head_dim_v up to 256, not 257"]
-    for dims in ((0, 8), (8, 0)):  # rows without addresses
+    for dims in ((0, 8), (8, 0)):  # empty rows have no addresses
         assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
     assert "runs on" in CUDA.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]

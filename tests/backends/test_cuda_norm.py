@@ -15,9 +15,10 @@ from fused_attn.backends.cuda import norm as cuda_norm
 
 pytestmark = pytest.mark.skipif("cuda" not in BACKENDS, reason="needs a GPU, or CUDA_EMULATED=1")
 
-# Rows of a part of a warp, of a warp, of two teams and of one team of a block; single elements;
-# rows in stretches: of single elements, in the backward, and in both passes, where the sums for the
-# last columns have no room in shared memory (layer_norm_bwd.cuh).
+# A row is computed by a part of a warp, by a warp, by one of two teams of a block, or by a block.
+# The fifth shape is read in single elements. The last three are read in chunks: in single elements,
+# only in the backward, and in both passes. The sums of the last one do not fit in shared memory
+# (layer_norm_bwd.cuh).
 SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 6401), (5, 12304)]
 
 

@@ -51,7 +51,7 @@ def drawn(number, with_alibi):
     for kind in draw.sample(
         ["band", "padding", "padding_left", "ragged", "same"], draw.choice([0, 1, 2])
     ):
-        if kind == "same":  # one tensor of lengths, as in self-attention
+        if kind == "same":  # queries and keys share their lengths, as in self-attention
             lengths = torch.randint(0, min(seqlen_q, seqlen_k) + 1, (batch,))
             own = masks.padding(lengths, lengths)
         else:
@@ -68,7 +68,7 @@ def drawn(number, with_alibi):
         mask = slopes if mask is None else mask & slopes
     query = torch.randn(batch, heads, seqlen_q, 16, dtype=torch.float64)
     key, value = torch.randn(2, batch, heads_kv, seqlen_k, 16, dtype=torch.float64)
-    if draw.random() < 0.5:  # rows of all heads together, as a projection returns them
+    if draw.random() < 0.5:  # the layout that a projection returns
         query, key = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key))
     hidden = None
     if padding is not None:

@@ -231,7 +231,7 @@ def test_compilations_are_bounded(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend=backend, **kw))
     monkeypatch.setattr(compiled, "_functions", {})
     draw = random.Random(0)
-    names = MASKS.keys() - {"intervals", "bits"}  # dense in calls
+    names = MASKS.keys() - {"intervals", "bits"}  # a call converts them to dense masks
     for _ in range(20):
         shape = (draw.choice([1, 2, 3, 4]), 2, draw.randint(129, 600), draw.randint(129, 600))
         query, key = torch.zeros(*shape[:3], 16), torch.zeros(*shape[:2], shape[3], 16)

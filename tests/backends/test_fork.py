@@ -23,7 +23,8 @@ if child == 0:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = call()
-        torch.mm(torch.ones(600, 600), torch.ones(600, 600))  # on several threads, if there are
+        # on several threads if torch has several
+        torch.mm(torch.ones(600, 600), torch.ones(600, 600))
     same = expected is None or torch.equal(out, expected)
     told = [str(w.message) for w in caught if "forked" in str(w.message)]
     print(same, len(told), torch.get_num_threads(), flush=True)

@@ -46,7 +46,7 @@ def test_masks(make):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     q, k, v = qkv(grad=False)
     expected = fa.scaled_dot_product_attention(q, k, v, mask, backend="eager")
-    for _ in range(2):  # the second call finds what the first one cached of the mask
+    for _ in range(2):  # the second call uses values cached on the mask
         got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
@@ -111,7 +111,7 @@ def test_unchecked_under_autocast(backend, dtype, monkeypatch):
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
-    w = w.to(dtype) if backend == "sdpa" else w  # else a pass leaves them to validation
+    w = w.to(dtype) if backend == "sdpa" else w  # a pass rejects mixed dtypes
     expected = by(backend, lambda: fa.scaled_dot_product_attention(*half, mask))
     norm = by(backend, lambda: fa.layer_norm(q, 32, w))
     monkeypatch.setattr(dispatch, "select", None)
@@ -290,7 +290,7 @@ def test_norms_are_torchs(dtype):
         torch.manual_seed(3)
         got = fa.layer_norm(x, 24, w, b, residual=r, dropout_p=0.4)
         assert torch.equal(got, F.layer_norm(r + dropped, (24,), w, b))
-        mixed = fa.layer_norm(x, 24, w.float(), b.float())  # is checked
+        mixed = fa.layer_norm(x, 24, w.float(), b.float())  # mixed dtypes need validation
         torch.testing.assert_close(mixed, F.layer_norm(x, (24,), w, b))
 
 

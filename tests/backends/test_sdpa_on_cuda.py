@@ -124,7 +124,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
         for n in (seqlen_q, 64, 64)
     )
     sdpa._attention(query, key, value, arguments, 0.0, None, False)
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # as it was
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # restored
     return flags[0]
 
 

@@ -49,7 +49,7 @@ def sizes_of(spec, shape):
     return Sizes(batch, num_heads, num_heads, seqlen_q, seqlen_k, seqlen_q, *band)
 
 
-# The CPU has no full tiles with ALiBi, whose bias is part of its mask code; here it is not.
+# ALiBi is left out: on the CPU it makes every tile partial, but not in Triton.
 SINGLE = [(name,) for name in MASKS if not name.startswith("alibi")]
 
 
@@ -68,7 +68,7 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 def check_kinds(mask):
     spec = without_tables(normalize(mask, *SHAPE, torch.empty(0)), SHAPE[3])
     wanted, (block_m, block_n) = tile_kinds(spec, *SHAPE, torch.float32)
-    # A last block that has fewer keys may be full for the CPU, which loads no others.
+    # The CPU may classify a shorter last block as full, because it loads no keys beyond the end.
     ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
     spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))

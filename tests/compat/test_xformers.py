@@ -35,7 +35,7 @@ WINDOW = lambda i, j, m, n: -2 <= j - (i + n - m) <= 1  # noqa: E731
 blocks = attn_bias.BlockDiagonalMask.from_seqlens(QUERIES, KEYS)
 paged = KEYS, TABLES, 3
 later = [2, 3, 1], *paged
-# Of each class: a mask, the rule, the keys of each sequence, and their total. None: no sequences.
+# Class -> a mask, its rule, the keys of each sequence (None without sequences), and their total.
 MASKS = {
     "LowerTriangularMask": (attn_bias.LowerTriangularMask(), CAUSAL, None, 15),
     "LowerTriangularFromBottomRightMask": (

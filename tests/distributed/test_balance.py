@@ -151,7 +151,7 @@ result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask
 def test_all_processes_compute_the_same():
     """The sharding does not depend on the hash seed or the number of threads."""
     here: dict[str, str] = {}
-    exec(SCRIPT, here)  # with all threads
+    exec(SCRIPT, here)  # with the default number of threads
     command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]
     env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

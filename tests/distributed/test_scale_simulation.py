@@ -52,7 +52,7 @@ def test_times(simulation):
     assert simulation.finished_early(times) == 4
     compute[1, 0] = 9  # the last rank is the slowest one
     assert simulation.finished(ring, times) == 10
-    times = simulation.Times(compute, keys, 2 * keys)  # gradients leave when step 1 is computed
+    times = simulation.Times(compute, keys, 2 * keys)  # gradients are sent after step 1
     assert simulation.finished(ring, times) == 16
 
 

@@ -71,7 +71,7 @@ def in_one_process(tensors, mask, options, backend=None):
 def test_steps(name, sharding, dtype, ranks):
     mask, options = MASKS[name]
     tensors = tensors_of(dtype)
-    if sharding.length < CAPACITY:  # the capacity of this one is smaller
+    if sharding.length < CAPACITY:  # this sharding has a smaller capacity
         tensors |= {n: t[:, :, : sharding.length] for n, t in tensors.items() if "cache" in n}
         if name == "key mask":
             mask = masks.dense(mask.dense_masks[0][..., : sharding.length])

@@ -47,7 +47,7 @@ def example(folder: Path, backend: str = "cpp") -> common.Example:
 def test_a_correct_backend_holds(tmp_path):
     run, before = example(tmp_path), torch.get_rng_state()
     pair = curves.compare(run, training)
-    assert torch.get_rng_state().equal(before)  # what is drawn later does not depend on it
+    assert torch.get_rng_state().equal(before)  # later random numbers do not change
     assert [len(losses) for losses in pair.values()] == [STEPS, STEPS]
     assert [shown["holds"] for shown in run.shown] == [True]
     recorded = run.figures["curves"]

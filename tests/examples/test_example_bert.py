@@ -65,7 +65,8 @@ def test_gain_and_its_standard_error(words):
     ]
     gains, errors = torch.tensor(found).T
     assert gains.mean().item() == pytest.approx(0.1, abs=0.005)
-    # Seeds and texts are the same chance here, which is counted twice: never too sure.
+    # The error estimate adds the variances of seeds and texts, which are the same randomness here,
+    # so it is never too small.
     assert 1.0 < errors.square().mean().sqrt() / gains.std() < 1.7
     alike = scores_of(0.8, 400, 3, words)
     assert bert_tasks.gain(alike, alike) == (0.0, 0.0)

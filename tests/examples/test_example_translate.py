@@ -64,7 +64,7 @@ def test_split_has_no_leak():
             english = {pair[0] for pair in part}
             assert ("Open" in english) == ("OPEN…" in english)
             assert ("Bare" in english) == ("Naked" in english)
-    torch.manual_seed(7)  # the seed of a run does not change it
+    torch.manual_seed(7)  # the split does not depend on the seed
     assert data.split_pairs(pairs) == (train, held_out)
 
 
@@ -99,7 +99,7 @@ def test_loss_is_the_formula():
     log_p, smoothing = logits.log_softmax(-1), translation.LABEL_SMOOTHING
     expected = [
         (1 - smoothing) * -log_p[n, t, target[n, t + 1]] + smoothing * -log_p[n, t].mean()
-        for n, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))  # not the padding
+        for n, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))  # real tokens only
     ]
     assert math.isclose(loss, sum(expected) / len(expected), rel_tol=1e-12)
 

@@ -56,7 +56,7 @@ def test_rollout(model):
     torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rollout.sum(-1), torch.ones(3, 50), atol=1e-5, rtol=0)
     assert (rollout >= 0).all()
-    # Half of each layer is the token itself.
+    # The residual connection counts as half of each layer.
     assert (rollout.diagonal(dim1=1, dim2=2) > 0.5**vit.NUM_LAYERS).all()
     with fused_attn.use_backend("eager"):
         torch.testing.assert_close(rollout, vit.attention_rollout(model, images)[1])

@@ -73,7 +73,7 @@ def test_masks_with_gradients(name, how):
     if ON_GPU:
         denied = denylist.is_denied("cudnn", denylist.MASK_WITH_GRADIENTS, DEVICE)
         assert not (denied and any("cudnn" in kernel for kernel in ran)), ran
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # as it was
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # restored
     assert all(grad.isfinite().all() for grad in grads)
 
 

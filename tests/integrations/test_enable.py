@@ -142,7 +142,8 @@ def test_multihead_attention(attn_mask, training):
 
 def test_inference_path_in_cpp_is_left_alone():
     """torch's C++ fast path bypasses enable(); with that path disabled, the call is intercepted."""
-    module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()  # not with odd heads
+    # an odd number of heads disables this path
+    module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()
     x = torch.randn(BATCH, LEN_Q, 24)
     with torch.no_grad(), taken_over() as computed:
         module(x, x, x, need_weights=False)
@@ -300,7 +301,7 @@ def only(*backends):
 def causal_and_masked(query):
     try:
         return attend(query, attn_mask=torch.zeros(LEN_Q, LEN_Q), is_causal=True)
-    except RuntimeError as error:  # torch 2.14 refuses
+    except RuntimeError as error:  # torch 2.14 rejects both arguments
         assert "attn_mask should not be set" in str(error)  # noqa: PT017
         return torch.zeros(())
 

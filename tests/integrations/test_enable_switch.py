@@ -64,7 +64,7 @@ def test_a_torch_without_implementations_registers_none(monkeypatch):
     monkeypatch.setattr(register, lambda name, **_: registered.append(name), raising=False)
     listed = "torch.nn.attention.list_flash_attention_impls"
     monkeypatch.setattr(listed, lambda: ["FA4", "fused_attn"], raising=False)
-    enable_module.register_with_torch()  # another copy of the package came first
+    enable_module.register_with_torch()  # another copy of the package is registered already
     monkeypatch.delattr(listed)
     enable_module.register_with_torch()
     assert not registered
@@ -116,7 +116,7 @@ def test_kernels_of_other_libraries_are_restored():
                 with taken_over() as computed:
                     F.scaled_dot_product_attention(query, key, value)
                 assert len(computed) == 1
-            except RuntimeError as error:  # torch 2.9 has one kernel a key, and nothing is left
+            except RuntimeError as error:  # torch 2.9 allows one kernel per key
                 if "already a kernel registered" not in str(error):
                     raise
             assert F.scaled_dot_product_attention(query, key, value) is key
@@ -177,4 +177,4 @@ def test_choice_on_cuda(automatic, name, head_dim, taken):
     ):
         attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
     assert bool(computed) is taken
-    registry._first_for.cache_clear()  # it saw the patched backends
+    registry._first_for.cache_clear()  # remove results for the patched backends

@@ -32,7 +32,7 @@ NORMS = {
     "GptOssRMSNorm": ("gpt_oss.modeling_gpt_oss", 0.0),
     "T5LayerNorm": ("t5.modeling_t5", 0.0),
 }
-# In training, some parameters are float32 while activations are not; in T5, the other way round.
+# In training, parameters may be float32 and activations 16-bit; in T5, it is the reverse.
 TYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),

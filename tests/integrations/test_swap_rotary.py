@@ -114,9 +114,9 @@ def test_other_models_keep_their_functions(rotations):
         ({"unsqueeze_dim": 1}, True),
         ({"unsqueeze_dim": 2}, True),
         ({"cos": torch.ones(1, 5, 8)}, True),
-        ({"cos": torch.ones(2, 5, 8, dtype=torch.float64)}, False),  # a float64 result
-        ({"cos": torch.ones(1, 5, 4)}, False),  # an error of the original
-        ({"cos": torch.ones(1, 1, 8)}, False),  # the original broadcasts it
+        ({"cos": torch.ones(2, 5, 8, dtype=torch.float64)}, False),  # the original returns float64
+        ({"cos": torch.ones(1, 5, 4)}, False),  # the original raises an error
+        ({"cos": torch.ones(1, 1, 8)}, False),  # the original broadcasts cos
     ],
 )
 def test_calls(change, fused, rotations):

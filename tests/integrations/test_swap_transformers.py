@@ -76,7 +76,7 @@ def rms_norm(module, offset):
 def inputs_of(family):
     inputs = family.inputs()
     if family.name == "CLIP":
-        # It takes a text from the token of the largest id, which would not be padding.
+        # CLIP pools the token with the largest id, which must not be padding.
         inputs["input_ids"].clamp_(max=VOCABULARY - 2)[:, 4] = VOCABULARY - 1
     return inputs
 

@@ -55,8 +55,8 @@ def classifier():
 
 # ---- torch's inference paths ------------------------------------------------------------------
 
-# User's module -> swap flags, and calls of our kernels in inference. If a layer is fused, so is the
-# sum before its norms.
+# User's module -> swap flags, and calls of our kernels in inference. In a fused layer, the
+# residual sums are fused into its norms.
 KEPT_LAYERS = {
     "subclass": (lambda: layer(MyLayer), {}, ["scaled_dot_product_attention"] + ["layer_norm"] * 2),
     "norms only": (layer, {"attention": False}, ["layer_norm"] * 2),

@@ -14,7 +14,7 @@ import fused_attn
 
 try:
     from torchvision import models
-except (ImportError, RuntimeError) as error:  # one for another torch
+except (ImportError, RuntimeError) as error:  # or built for another torch
     pytest.skip(f"reason: needs torchvision ({error})", allow_module_level=True)
 
 

@@ -147,7 +147,7 @@ def test_bert_decoder_is_causal_with_structure(padded, monkeypatch):
     model = BertLMHeadModel(config(is_decoder=True)).double()
     kwargs = {**inputs(), "use_cache": False} if padded else {"input_ids": inputs()["input_ids"]}
     if padded:
-        kwargs["attention_mask"][2, :3] = 1  # a causal row of padding alone: eager averages there
+        kwargs["attention_mask"][2, :3] = 1  # eager averages fully masked rows
     fused = copy.deepcopy(model)
     swap_modules(fused)
     expected = eager(model)(**kwargs).logits
@@ -371,7 +371,7 @@ def attend_with_sinks(query, key, value, mask, sinks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_sinks(dtype):
     mask = torch.rand(2, 1, 4, 6) < 0.6
-    mask[0, 0, 0] = False  # the sink alone: 0
+    mask[0, 0, 0] = False  # only the sink is left, so out is 0
     sinks, weight = torch.randn(6).to(dtype), torch.randn(2, 4, 6, 5).to(dtype)
 
     def result(function, dtype):
@@ -412,7 +412,7 @@ def test_models_with_copies_of_the_config():
     model = transformers.T5Model(cfg).double()
     kwargs = {**inputs(), "decoder_input_ids": torch.randint(1, 50, (BATCH, 4))}
     fused = copy.deepcopy(model)
-    report = swap_modules(fused, norm=False)  # the library's norms go through float32
+    report = swap_modules(fused, norm=False)  # transformers computes its norms in float32
     assert fused.encoder.config._attn_implementation == "fused_attn"
     integration.set_implementation(model, "eager")
     assert model.decoder.config._attn_implementation == "eager"

@@ -10,7 +10,7 @@ from fused_attn.integrations import transformers as integration
 
 integration.register()
 DECODERS = {family.name: family for family in FAMILIES if family.generates}
-PROMPT, NEW = 7, 6  # with a window of 4: it is full from the first new token on
+PROMPT, NEW = 7, 6  # the prompt exceeds the window of 4
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def test_a_cache_that_is_continued_in_chunks(name):
     expected = on_eager(model)(ids, use_cache=False).logits
     for cache in (
         transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 3),
-        transformers.DynamicCache(config=model.config),  # keeps a window alone
-        transformers.DynamicCache(),  # keeps everything
+        transformers.DynamicCache(config=model.config),  # stores only a window
+        transformers.DynamicCache(),  # stores all tokens
     ):
         with torch.no_grad():
             parts = [

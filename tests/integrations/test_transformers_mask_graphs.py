@@ -43,7 +43,7 @@ def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
 
     query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
     expected = attend(query, key)
-    torch.compiler.reset()  # every way of writing is one more version of the same code
+    torch.compiler.reset()  # each write would be another version of the same code
     with torch.inference_mode(inference):
         actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(query, key)
     torch.testing.assert_close(actual, expected)
@@ -68,7 +68,7 @@ def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
 
     def layer(query, key):
         mask = attention_mask(2, query.shape[2], key.shape[2], attention_mask=PADDING)
-        assert mask.shape[-1] > 1 and mask.dtype == torch.bool  # reads no values
+        assert mask.shape[-1] > 1 and mask.dtype == torch.bool  # reads only metadata
         return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
 
     with torch.inference_mode(inference):

@@ -115,7 +115,7 @@ def test_mask_says_what_that_of_transformers_says(function, length, padding):
             kwargs["attention_mask"] = before
         expected = of_transformers(**kwargs)
         assert torch.equal(dense_of(make_mask(**kwargs), expected.shape), expected)
-        if q_offset - kv_offset + length <= 6:  # or the static cache would have no room for them
+        if q_offset - kv_offset + length <= 6:  # the tokens fit into the static cache
             kwargs["q_offset"] = torch.tensor(q_offset)
             assert torch.equal(dense_of(make_mask(**kwargs), expected.shape), expected)
 
@@ -372,7 +372,7 @@ def test_reading_a_model_mask_keeps_its_structure(made_in_inference_mode):
         mask, _ = model_mask()
         assert mask.any() and (mask == 0).any()
         assert isinstance(mask.content(), Mask)
-        mask[:, :, 0].any()  # whoever has a view may write to it later
+        mask[:, :, 0].any()  # code that has a view may write to it later
         assert not isinstance(mask.content(), Mask)
 
 
@@ -417,7 +417,7 @@ def test_models_for_eager_attention_alone_get_float_masks():
     unknown = make_mask(mask_function=odd_keys, config=config)
     assert unknown.unique().tolist() == [lowest, 0.0]
     both = {"mask_function": bidirectional_mask_function, "config": config}
-    assert make_mask(**both) is None  # as eager attention gets
+    assert make_mask(**both) is None  # as for eager attention
     padding = make_mask(**both, attention_mask=PADDING)
     assert [m.shape for m in padding.content().dense_masks] == [(2, 1, 1, 6)]
     assert make_mask(config=transformers.LlamaConfig()).dtype == torch.bool

@@ -168,7 +168,7 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
     fused(**call)
     assert seen == [(BATCH, LENGTH, 32)]
-    assert packings == [None]  # the batch without a hook is not even considered
+    assert packings == [None]  # with a hook, no packing is tried
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_compiled_encoders(name, packed):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=packed):
         fused.compile(fullgraph=True, backend=backend)
         results = run(Tokens(fused, REAL["right"]), (), call)
-    # A graph gives what it does not use, as a pooler, a gradient of zeros.
+    # A graph returns zeros as the gradient of unused parameters, such as those of a pooler.
     assert_equal_in_float64({name: results[name] for name in expected}, expected)
     assert backend.packs() == packed
 

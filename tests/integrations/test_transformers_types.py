@@ -6,7 +6,7 @@ import os
 import check_models
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config that tries to download fails at once
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # downloads fail immediately
 
 from hf_configs import small_config, transformers
 from hf_results import WAYS
@@ -17,8 +17,8 @@ from fused_attn.integrations.transformers.models import unsupported
 # One model type for each known difficulty; the other types resemble these.
 SAMPLE = {
     "deepseek_v4": "agrees",  # appends keys to its mask
-    "doge": "agrees",  # puts its mask into a where
-    "glm_moe_dsa": "agrees",  # chooses keys
+    "doge": "agrees",  # passes its mask to torch.where
+    "glm_moe_dsa": "agrees",  # selects keys
     "ovis2": "agrees",  # passes arguments that change nothing
     "timesfm2_5": "agrees",
     "qwen2_vl_text": "agrees",  # sections of rotary embeddings
@@ -27,12 +27,12 @@ SAMPLE = {
     "detr": "agrees",
     "sam": "agrees",
     "videomae": "agrees",
-    "xglm": "declined",  # eager runs in float32 alone
-    "kosmos_2_5_vision_model": "declined",  # looks for implementations where there are none
+    "xglm": "declined",  # eager runs only in float32
+    "kosmos_2_5_vision_model": "declined",  # looks up implementations in the wrong place
     "diffusion_gemma": "agrees with sdpa",  # passes a window that its mask does not have
     "layoutxlm": "no model",
-    "minimax_m3_vl": "declined",  # chooses blocks of keys
-    "sam_vision_model": "declined",  # picks classes by name
+    "minimax_m3_vl": "declined",  # selects blocks of keys
+    "sam_vision_model": "declined",  # selects classes by name
     "falcon": "declined",
     "convnext": "no attention",
 }

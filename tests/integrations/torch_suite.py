@@ -41,7 +41,7 @@ FILES = {
 _ENDED = (0, 1, 5)
 _HEAD = ("| in torch's place | tests | number | reason |", "|---|---|---|---|")
 
-Outcomes = dict[str, dict[str, Any]]  # by the name of the test: see torch_in_place
+Outcomes = dict[str, dict[str, Any]]  # keys: test names, see torch_in_place
 
 
 @dataclass

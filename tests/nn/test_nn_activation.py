@@ -126,7 +126,7 @@ def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
     x.requires_grad_()
     out = activation_pass(x, None, {"none": "gelu", "tanh": "gelu_tanh"}[approximate])
     out.sum().backward()
-    nan = float("nan")  # of -inf, as torch has it
+    nan = float("nan")  # torch returns NaN for -inf
     values = torch.tensor([nan, inf, nan, 0, big, 0] * 7, dtype=dtype)
     torch.testing.assert_close(out, values, equal_nan=True)
     slopes = torch.tensor([nan, 1, 0, 0.5, 1, 0] * 7, dtype=dtype)

@@ -95,7 +95,7 @@ def test_decoder_layer_unbatched():
 def test_decoder_stack(hint, kind, batch_first):
     """A decoder stack matches torch's with every argument of forward.
 
-    If the hints are True, memory_mask is causal too, as memory_is_causal promises.
+    With the hints, memory_mask is causal too, because memory_is_causal=True requires it.
     """
     kwargs = {"batch_first": batch_first}
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)

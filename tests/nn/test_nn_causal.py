@@ -123,7 +123,8 @@ def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
     for _ in range(3):
         module(*args, **call)
     assert len(compared) == 1
-    own = [mask for mask in attended if mask is not None]  # None: the decoder's other attention
+    # the decoder's cross-attention has no mask
+    own = [mask for mask in attended if mask is not None]
     assert own
     assert all(m.bands and not m.biases and not m.dense_masks for m in own)
 

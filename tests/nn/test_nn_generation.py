@@ -60,7 +60,7 @@ def test_step_by_step_is_teacher_forcing(kwargs, padded, steps, monkeypatch):
     if dim == 0:
         tgt, memory = tgt.transpose(0, 1), memory.transpose(0, 1)
     own = torch.zeros(BATCH, LEN_T, dtype=torch.bool)
-    own[1, 3] = padded  # a key that later queries do not see
+    own[1, 3] = padded  # a key that is masked for later queries
     ignored = PADDING if padded else None
     causal = torch.nn.Transformer.generate_square_subsequent_mask(LEN_T, dtype=torch.float64)
     expected = theirs(

@@ -123,7 +123,7 @@ def test_layer_dropout_rate(norm_first):
         sums.append((args[0], kwargs["residual"], total))
         return (out, total) if kwargs.get("return_residual") else out
 
-    record.takes_residual = True  # else the layer composes dropout, sum and norm itself
+    record.takes_residual = True  # otherwise the layer computes dropout, sum and norm separately
     norm.forward = record
     layer(randn(500, BATCH, EMBED))
     ((sublayer, residual, total),) = sums

@@ -125,7 +125,7 @@ def test_small_and_empty(average, shape, backend):
     key = torch.randn(batch, heads, seqlen_k, 8, device=leaf.device)
     _, weights = attention_with_weights(leaf, key, key, average=average, backend=backend)
     own = (batch, seqlen_q, seqlen_k) if average else shape
-    torch.testing.assert_close(weights, torch.ones(own, device=leaf.device))  # of one key, or none
+    torch.testing.assert_close(weights, torch.ones(own, device=leaf.device))  # one key or no key
     weights.sum().backward()
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
@@ -266,7 +266,7 @@ def resident(field):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 step(64)  # code and pools are loaded
-open("/proc/self/clear_refs", "w").write("5")  # forget the highest so far
+open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before = resident("VmRSS")
 step(1024)
 print(json.dumps(resident("VmHWM") - before))
@@ -292,7 +292,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """The module matches torch for sequences longer than a tile, with and without appended keys."""
+    """The module matches torch on several tiles, with and without add_bias_kv and add_zero_attn."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())

@@ -26,7 +26,7 @@ from fused_attn.masks.tables import packed
 
 # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. They include one position, odd
 # lengths around a query tile (8, 16, 32) and a KV block (128), GQA and MQA, seqlen_q below and
-# above seqlen_k, head_dim that is no multiple of a vector, and head_dim_v below and above head_dim.
+# above seqlen_k, head_dim not a multiple of a vector, and head_dim_v below and above head_dim.
 SHAPES = [
     (1, 1, 1, 1, 1, 8, 8),
     (2, 4, 4, 63, 111, 64, 64),
@@ -182,7 +182,7 @@ def test_large_scores(dtype, backend):
     x = [tensors[n].to(device_of(backend), dtype) for n in ("query", "key", "value")]
     low = low.to(device_of(backend))
     out, lse = F.scaled_dot_product_attention(*x, low, return_lse=True, backend=backend)
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all()  # finfo.min does not mask
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()  # low biases do not mask
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -212,7 +212,7 @@ def test_empty_tensors(dtype, backend):
         assert out.eq(0).all() and lse.eq(float("-inf")).all()
         out.sum().backward()
         assert all(t.grad is None or t.grad.eq(0).all() for t in tensors)
-        with torch.no_grad():  # kernels for decoding
+        with torch.no_grad():  # runs on the decode kernels
             out = F.scaled_dot_product_attention(*tensors, backend=backend)
         assert out.shape == (batch, heads, seqlen_q, 8) and out.eq(0).all()
 
@@ -270,7 +270,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
     elif kind == "window":
         mask = masks.sliding_window(10, 5)
         seen[:] = torch.arange(seqlen_k) < seqlen_q + 5
-    elif kind == "empty_window":  # from 2 keys after the diagonal on, and up to it
+    elif kind == "empty_window":  # two bands that do not overlap
         offset = seqlen_k - seqlen_q
         mask = masks.sliding_window(offset - 2, 0, align="bottom_right") & masks.causal()
         seen[:] = False
@@ -311,7 +311,7 @@ def test_poison_reaches_the_queries_that_see_it_and_no_other(where, poison, dtyp
     """
     results = []
     for there in (0.0, poison):
-        tensors = random_qkv(2, 8, 8, 300, 300, 24)  # a thread takes whole heads
+        tensors = random_qkv(2, 8, 8, 300, 300, 24)  # each thread computes complete heads
         tensors[where][:, :, 40] = there
         leaves = leaves_of(tensors.values(), dtype, "cpp")
         out = F.scaled_dot_product_attention(*leaves, masks.causal(), backend="cpp")
@@ -338,7 +338,7 @@ def test_padded_queries_do_not_matter(dtype, backend):
     assert all(torch.isfinite(t).all() for t in (out, *(leaf.grad for leaf in leaves)))
 
 
-HIDDEN_ROWS = {  # masks in which queries 20 to 39 see no key
+HIDDEN_ROWS = {  # masks in which queries 20 to 39 have no visible key
     "bool": torch.arange(70)[:, None].expand(70, 90) // 20 != 1,
     "float": torch.zeros(70, 1).index_fill(0, torch.arange(20, 40), -torch.inf).expand(70, 90),
     "documents": masks.documents(torch.arange(70) // 20, torch.arange(90) // 30 * 2),

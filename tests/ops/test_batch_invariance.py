@@ -35,7 +35,7 @@ class Case:
         self.window = choose.choice([20, 200])
         rooms = -(-max(self.lengths) // PAGE) * PAGE
         self.query = self.random(batch, self.num_heads, self.seqlen_q)
-        # What is past the end of a sequence may be NaN, and must not change a bit.
+        # Rows after the end of a sequence may be NaN, and must not affect the results.
         self.caches = [self.random(batch, num_heads_kv, rooms) for _ in range(2)]
         for cache in self.caches:
             for b, length in enumerate(self.lengths):
@@ -109,7 +109,7 @@ def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
     shape = len(lengths), 8, max(lengths), dim
     tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    tensors[3] *= rows[:, None, :, None]  # no gradient from rows of padding
+    tensors[3] *= rows[:, None, :, None]  # padded rows have no gradient
 
     def results(mask: masks.Mask, *given: Tensor) -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in given[:3]]

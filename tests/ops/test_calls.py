@@ -121,7 +121,7 @@ def test_pooled_outputs_are_their_own():
     del again, b
     for i in range(4):
         F.scaled_dot_product_attention(q, k, v - i)
-    assert torch.equal(view, want)  # a view keeps its memory
+    assert torch.equal(view, want)  # the memory of a live view is not reused
 
 
 def test_pool_gives_the_same_memory_again():
@@ -155,7 +155,7 @@ def test_pooled_outputs_take_part_in_autograd():
     x = torch.randn(1024, 512, requires_grad=True)
     w, b = torch.ones(512, requires_grad=True), torch.zeros(512, requires_grad=True)
     out = F.layer_norm(x, 512, w, b)
-    out.mul_(2.0)  # in place: it is no view
+    out.mul_(2.0)  # out is not a view, so it can be changed in place
     out.sum().backward()
     assert torch.allclose(b.grad, torch.full((512,), 2048.0))
 

@@ -42,7 +42,7 @@ def test_flat_and_back(call):
     assert len(flat) == len(call.NAMES) and all(
         a is b for a, b in zip(flat, again.flat(), strict=True)
     )
-    assert type(call).of_flat((*flat, "more")).flat() == flat  # what an op has behind the call
+    assert type(call).of_flat((*flat, "more")).flat() == flat  # arguments of an op after the call
     bare = call.without_tensors()
     assert all(t is None for t in bare.tensors()) and len(call.tensors()) == len(call.TENSORS)
     back = bare.with_tensors(call.tensors())

@@ -217,7 +217,7 @@ def test_compiled_with_a_seed():
         got, want = compiled(x, seed), step(x, numpy.int64(seed))
         assert torch.equal(got, want)
         grads = [torch.autograd.grad(out.sum(), x)[0] for out in (got, want)]
-        torch.testing.assert_close(*grads)  # sums of three, in another order
+        torch.testing.assert_close(*grads)  # three terms, summed in another order
 
 
 def test_seeds_that_are_none():
@@ -244,4 +244,4 @@ def test_dropout_of_everything_and_of_nothing(backend):
     before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
     F.scaled_dot_product_attention(x, x, x, None, 0.0, backend=backend)
     after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
-    assert all(map(torch.equal, before, after))  # nothing is drawn without need
+    assert all(map(torch.equal, before, after))  # no seed was drawn

@@ -72,7 +72,7 @@ def test_choice_of_backend(monkeypatch):
     assert available[0] == "cpp" and available[-1] == "eager"
     cpp = F.scaled_dot_product_attention(x, x, x, backend="cpp")
     eager = F.scaled_dot_product_attention(x, x, x, backend="eager")
-    assert not torch.equal(cpp, eager)  # so that the results tell who computed
+    assert not torch.equal(cpp, eager)  # so the results identify the backend
     assert torch.equal(F.scaled_dot_product_attention(x, x, x), cpp)
     with fused_attn.use_backend("eager"):
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), eager)

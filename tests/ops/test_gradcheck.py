@@ -42,7 +42,8 @@ def finite(lse):
     ("name", "fast"),
     [
         (None, True),
-        # In full the second order takes half a minute a mask; fast mode projects at random.
+        # A full check of the second order takes half a minute per mask; fast mode checks random
+        # projections.
         pytest.param(None, False, marks=pytest.mark.thorough),
         *((name, True) for name in ("causal", "ragged", "dense", "alibi", "bias_with_inf")),
     ],

@@ -18,7 +18,7 @@ from fused_attn import functional as F
 from fused_attn import masks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Those that multiply tiles, and two that do not.
+# All instruction sets with AMX tiles, and two without.
 TILE_ISAS = [*(isa for isa in ISAS if isa.startswith("amx")), "avx512_bf16", "avx2"]
 pytestmark = pytest.mark.parametrize("isa", TILE_ISAS, indirect=True)
 
@@ -119,7 +119,7 @@ def test_powers_of_2(name, isa):
     inputs = [tensors[n] for n in ("query", "key", "value")]
     truth = function("eager")(*(t.double() for t in inputs))[0]
     eager, got = (function(backend)(*inputs)[0] for backend in ("eager", "cpp"))
-    # Judge the queries of each power alone: errors of large ones would hide those of small ones.
+    # Check the queries of each power separately, because large errors would hide small ones.
     for i in range(9 if name == "queries" else 1):
         some = slice(i, None, 9 if name == "queries" else 1)
         assert_contract("out", got[:, :, some], truth[:, :, some], eager[:, :, some])

@@ -46,7 +46,7 @@ def check_blocks(intervals, visible, block_size, *, exact):
     some, every = (blocks_of(n.contiguous(), i.contiguous(), blocks[1]) for n, i in pairs)
     assert not (partial & full).any()
     assert not ((some | every) & ~(partial | full)).any(), "a visible block is missing"
-    if intervals.rest.bias is None:  # the bias masks in full blocks too
+    if intervals.rest.bias is None:  # a bias also masks positions in full blocks
         assert not (full & ~every).any(), "a full block has a masked position"
     if exact:
         assert torch.equal(partial.expand(some.shape), some)

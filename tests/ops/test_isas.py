@@ -89,7 +89,7 @@ def test_float16_conversions_are_those_of_the_processor(isa):
         odd = torch.tensor([[float("inf")], [float("-inf")], [float("nan")]], dtype=dtype)
         total = total_of(odd, torch.zeros_like(odd))
         assert torch.equal(total[:2], odd[:2]) and total[2].isnan().all()
-    # Sums that have to be rounded: to even, over the largest, under the smallest.
+    # Sums that are rounded to even, overflow or underflow.
     big = torch.randn(4096, 1, generator=drawn(0)) * 3e4
     for dtype in (torch.float16, torch.bfloat16):
         a, b = big.to(dtype), big.flip(0).to(dtype) * 2**-7

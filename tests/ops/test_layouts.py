@@ -17,8 +17,8 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 BATCH, HEADS, SEQLEN, DIM = SHAPE = (2, 3, 5, 8)
-# Dimensions from the outermost in memory on; attention's own shape, that of batch-first modules,
-# that of the others, and the rest.
+# Orders of the dimensions in memory, outermost first: that of attention, that of batch-first
+# modules, that of other modules, and all others.
 ORDERS = {
     "".join("bhl"[i] for i in order): (*order, 3) for order in itertools.permutations(range(3))
 }
@@ -48,7 +48,7 @@ def test_output_lies_as_that_of_torch(order, masked):
 def test_views_that_work_with_torch(backend):
     there = device_of(backend)
     contiguous = torch.randn(SHAPE, device=there)
-    packed = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, device=there)  # of one projection
+    packed = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, device=there)  # one packed projection
     wide = torch.randn(BATCH, HEADS, SEQLEN, 2 * DIM, device=there)
     for value in (contiguous, wide):
         out = F.scaled_dot_product_attention(contiguous, contiguous, value, backend=backend)
@@ -82,7 +82,7 @@ def test_gradients_lie_as_their_tensors(order, backend):
 def test_fakes_agree(order, backend):
     there = device_of(backend)
     query, key = lying(order, there), lying((0, 2, 1, 3), there)
-    last = lying((0, 1, 3, 2), there)  # kernels read a copy of it
+    last = lying((0, 1, 3, 2), there)  # kernels copy it first
     for call in (
         AttentionCall(query, key, key, MaskSpec(), AttentionOptions(1.0)),
         AttentionCall(last, query, query, MaskSpec(), AttentionOptions(1.0)),

@@ -41,7 +41,7 @@ def with_triton():
 def test_refused(name):
     reader = with_triton() if name == "triton" else READERS[name]
     reader(MaskSpec(band_hi=0))
-    reader(New(band_hi=0))  # the field is there, but not set
+    reader(New(band_hi=0))  # the new field exists, but is not set
     with pytest.raises(NotImplementedError, match="masks with gates"):
         reader(New(band_hi=0, gates=torch.ones(2)))
 

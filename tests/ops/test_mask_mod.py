@@ -111,7 +111,7 @@ def test_random_intervals():
         (masks.sliding_window(3), masks.dense(TABLE), "dense"),
         (masks.padding([40, 61]), masks.padding([0, 9]), "keys"),
         (masks.causal(), masks.from_mask_mod(MODS["sinks"][0]), "causal"),
-        (masks.causal(), masks.sliding_window(-1, -1), "none"),  # which hides nothing
+        (masks.causal(), masks.sliding_window(-1, -1), "none"),  # a window without limits
     ],
 )
 def test_unions(one, other, kind, monkeypatch):

@@ -213,7 +213,7 @@ def test_to_moves_every_tensor_and_nothing_else(device):
     assert [t.shape for t in moved.tensors()] == [t.shape for t in EVERY_CONDITION.tensors()]
     assert moved.bands == EVERY_CONDITION.bands
     assert [p.side for p in moved.paddings] == [p.side for p in EVERY_CONDITION.paddings]
-    if device != "meta":  # which holds no values
+    if device != "meta":  # meta tensors have no values
         back = moved.to("cpu").tensors()
         assert all(map(torch.equal, back, EVERY_CONDITION.tensors()))
 

@@ -46,7 +46,7 @@ def test_peak_is_linear(case):
     command = [sys.executable, "-c", SCRIPT, case]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     peaks = {int(n): peak for n, peak in json.loads(run.stdout).items()}
-    # Twice the length, twice the memory; an (L, S) matrix would be four times, and one float32
-    # matrix of 8192 x 8192 alone is 268 MB.
+    # Memory doubles with the length. An (L, S) matrix would take four times as much, and a float32
+    # matrix of 8192 x 8192 takes 268 MB.
     assert peaks[8192] < 2.5 * peaks[4096] + 4e6, peaks
     assert peaks[8192] < 150e6, peaks

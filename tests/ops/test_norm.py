@@ -85,7 +85,7 @@ def test_shapes_and_strides(backend):
     turned = x.transpose(0, 2)
     got = F.rms_norm(turned, 6, backend=backend)
     torch.testing.assert_close(got, torch.nn.functional.rms_norm(turned, (6,)))
-    many = torch.randn(*[2] * 8, 3, 6, device=there)  # more dimensions than kernels see
+    many = torch.randn(*[2] * 8, 3, 6, device=there)  # more dimensions than kernels support
     for own in (many, many[:, :, 1:]):
         got = F.rms_norm(own, 6, backend=backend)
         torch.testing.assert_close(got, torch.nn.functional.rms_norm(own, (6,)))
@@ -107,7 +107,7 @@ def test_layouts(layout, added, dtype, backend):
     columns = layout.view(torch.empty(layout.whole)).shape[-1]
     if layout.whole[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("reason: torch adds the rounded gradients of all columns, which cancel")
-    same = layout.whole[-1] == 1 or columns == 1  # of which layer_norm makes 0 / 0
+    same = layout.whole[-1] == 1 or columns == 1  # layer_norm would compute 0 / 0
     kind = "rms_norm" if same else "layer_norm"
     tensors = tensors_of(kind, layout.whole, added, False)
     tensors["weight"] = tensors_of(kind, (1, columns), False, True)["weight"]
@@ -118,7 +118,7 @@ def test_layouts(layout, added, dtype, backend):
         def on_views(input, residual=None, **parameters):
             residual = None if residual is None else layout.view(residual)
             out, total = run(layout.view(input), residual, **parameters)
-            # The gradients of what is put together are views of its gradient.
+            # The gradients of the operands of cat are views of its gradient.
             return (
                 torch.cat([torch.zeros_like(out), out], -1),
                 torch.cat([torch.zeros_like(total), total], 1),

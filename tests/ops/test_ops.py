@@ -83,7 +83,7 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
         torch.randn(shape, device=device_of(backend)) if wanted else None
         for shape, wanted in (((6, 20), True), ((6, 20), residual), ((20,), True), ((20,), not rms))
     )
-    if rms:  # rows that are not one behind the other
+    if rms:  # rows that are not contiguous
         x = x.reshape(2, 3, 20).transpose(0, 1)
         other = None if other is None else torch.randn(3, 4, 20, device=x.device)[:, 2:]
     seed = philox.new_seed(x.device) if dropout_p else None
@@ -413,7 +413,7 @@ def test_masks_made_in_inference_mode_then_training(kind):
         out = F.scaled_dot_product_attention(x, x, x, mask)
         grads.append(torch.autograd.grad(out.square().sum(), x)[0])
     assert torch.equal(*grads)
-    with torch.no_grad():  # and is read in place where nothing is saved
+    with torch.no_grad():  # without autograd, the mask is read in place
         spec = mask_spec.normalize(masks.dense(visible), 2, 2, 5, 5, x)
     assert spec.dense.data_ptr() == visible.data_ptr()
 

@@ -20,7 +20,7 @@ from fused_attn.masks.spec import MaskSpec, with_summaries
 SHAPES = {
     "training": (2, 4, 2, 67, 93, 40, 24),
     "one query": (2, 4, 2, 1, 93, 40, 24),
-    "one query, many keys": (1, 4, 2, 1, 700, 40, 24),  # in several splits
+    "one query, many keys": (1, 4, 2, 1, 700, 40, 24),  # several KV splits
     "odd widths": (1, 2, 1, 35, 50, 37, 23),
     "wide heads": (1, 2, 1, 20, 33, 160, 136),
 }
@@ -77,8 +77,8 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
     if dtype.itemsize == 2:
         assert part.out_residual is None or part.out_residual.numel() == 0
         bits = whole.out.float().view(torch.int32) + whole.out_residual.int()
-        # A tie rounds by 2^15 units, one more than out_residual can hold; float16 subnormals by
-        # much more.
+        # A tie has a rounding error of 2^15 units, one more than out_residual can store; that of
+        # float16 subnormals is much larger.
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
     with deterministic(part.out.is_cuda):
@@ -128,7 +128,7 @@ def test_partial_results_on_each_instruction_set(isa, dtype):
 @pytest.mark.parametrize("name", ["sdpa", "flex", "flash"])
 def test_backends_without_partial_results_say_so(name):
     call, _ = problem("cpp", torch.float32, SHAPES["training"])
-    # flash refuses tensors on the CPU before it looks at anything else.
+    # flash refuses tensors on the CPU before it checks anything else.
     reasons_of = flash_refusals if name == "flash" else get_backend(name).unsupported
     for partial in (True, False):
         reasons = reasons_of(problem_of(with_options(call, partial=partial)))

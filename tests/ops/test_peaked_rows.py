@@ -12,7 +12,7 @@ from helpers import BACKENDS, device_of, random_qkv
 from fused_attn import functional as F
 from fused_attn.tools.checks import AttentionCheck
 
-# Sums of head_dim products, one by one, missed their limits by factors of up to 1.63.
+# Sequential sums of head_dim products exceeded these limits by factors of up to 1.63.
 FOUND_IN_FLOAT32 = [
     AttentionCheck(shape="2,2,17,17,128", mask="causal", seed=12),
     AttentionCheck(shape="2,2,17,17,128", mask="window:7", result="lse", seed=12),
@@ -29,7 +29,7 @@ def test_found_in_float32(check, backend):
         assert finding.ok, str(finding)
 
 
-# Triton leaves it to the compiler in which order a product is added up.
+# Triton is left out, because its compiler chooses the summation order.
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("cpp", "cuda")])
 @pytest.mark.parametrize("head_dim", [24, 96, 256])
 def test_a_row_of_one_key_has_no_gradient_of_its_score(head_dim, backend):

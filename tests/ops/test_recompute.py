@@ -57,7 +57,7 @@ def check_compiled(function, budget, backend):
         assert_backward_drops_the_same(torch.compile(function, backend=backend, fullgraph=True))
 
 
-# One budget of each that failed; test_all_budgets has the others.
+# One budget with which each function failed before; test_all_budgets has the others.
 FAILED_AT = [
     (attention_twice, 0.0),
     (varlen, 0.7),

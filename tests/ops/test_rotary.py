@@ -246,7 +246,7 @@ def test_positions_may_change_before_the_backward():
     x = torch.randn(2, 1, SEQLEN, 16, requires_grad=True, generator=drawn(10))
     cos, sin = tables_of((SEQLEN, 8))
     out = F.rotary_embedding(x, cos, sin, positions=torch.from_numpy(memory))
-    memory[:] = 10**12  # torch does not notice
+    memory[:] = 10**12  # torch does not detect this change
     (got,) = torch.autograd.grad(out.sum(), x)
     out = F.rotary_embedding(x, cos, sin, positions=torch.zeros(SEQLEN, dtype=torch.int64))
     assert torch.equal(got, torch.autograd.grad(out.sum(), x)[0])

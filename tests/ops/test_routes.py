@@ -228,7 +228,7 @@ def test_packed(mask, int_type, dtype, looked_at):
     ends = CU_SEQLENS.to(int_type)
     for heads_kv in (4, 2):
         qkv = packed(dtype, heads_kv)
-        for _ in range(2):  # the second finds what the first kept
+        for _ in range(2):  # the second call uses cached values
             ours = varlen_attention(*qkv, ends, ends, 21, 30, **options)
         assert not looked_at
         for route in ROUTES.values():
@@ -252,7 +252,7 @@ def test_packed_lengths_are_checked(looked_at):
     ):
         with pytest.raises(ValueError, match="cu_seqlens"):
             call()
-    ends[2] = 12  # in place: nothing that was kept holds any more
+    ends[2] = 12  # the change in place invalidates cached values
     ours = varlen_attention(query, key, value, ends, ends, 21, 21)
     whole = varlen_attention(query, key, value, ends.clone(), ends.clone(), 21, 21)
     assert torch.equal(ours, whole) and not looked_at

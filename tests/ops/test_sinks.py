@@ -47,7 +47,7 @@ def softmax_with_a_column(query, key, value, sinks, visible):
 def test_sinks(backend, dtype):
     mask = masks.causal("bottom_right") & masks.padding([30, 41])
     visible = visible_under(mask, 45, 41)
-    assert not visible.any(-1).all()  # some rows see their sink alone
+    assert not visible.any(-1).all()  # in some rows, only the sink is visible
 
     def function(backend):
         if backend == "eager":

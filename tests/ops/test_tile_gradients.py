@@ -126,7 +126,7 @@ def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
 @pytest.mark.parametrize("power", [-12, -8, 8, 12])
 def test_gradients_of_any_size(power, isa):
     """A loss scale of 2^-12 to 2^12 on float16 output gradients scales all gradients alike."""
-    tensors = random_qkv(1, 2, 2, 96, 2000, 32)  # so many keys that all weights are small
+    tensors = random_qkv(1, 2, 2, 96, 2000, 32)  # many keys, so all weights are small
     results = []
     for factor in (1.0, 2.0**power):
         leaves = [tensors[n].half().requires_grad_() for n in ("query", "key", "value")]

@@ -62,7 +62,7 @@ def test_classification_of_two_masks(pair):
     kinds, none, every = classify(one & two, torch.float32)
     assert none[kinds == 0].all() and every[kinds == 2].all()
     if "bias" in pair[0] and "bias" in pair[1]:
-        return  # they become one float mask
+        return  # two biases become one float mask
     bottom_right = {"causal_bottom_right", "window_right_only"}
     if bottom_right & set(pair) and any("ragged" in n or "padding" in n for n in pair):
         return  # lengths move the diagonal
@@ -82,7 +82,7 @@ def test_summary_of_a_dense_tensor(kind, backend):
         tensor, plain = visible, visible
     else:
         tensor = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
-        tensor[1, :, 0, 0] = 0.5  # visible, but the kernel has to read it
+        tensor[1, :, 0, 0] = 0.5  # a nonzero bias, which the kernel must read
         plain = tensor == 0
     expected = torch.ones(2, 1, 3, 3, dtype=torch.uint8)
     for b, i, j in itertools.product(range(2), range(3), range(3)):

@@ -186,7 +186,7 @@ def test_a_mask_keeps_what_is_derived(backend):
     kept = packed_of(mask)
     assert torch.equal(run(mask), first)
     assert packed_of(mask) is kept
-    where[0][1] = where[1][1] = 25  # in place
+    where[0][1] = where[1][1] = 25  # change the mask in place
     assert torch.equal(run(mask), run(masks.dense(mask.tensors()[0])))
     assert packed_of(mask) is not kept
 

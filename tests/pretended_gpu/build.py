@@ -42,7 +42,7 @@ int cudnnBackendCreateDescriptor(int type, void** descriptor) {
   *descriptor = &all;
   return 0;
 }""",
-    # How many values there are, then these: one plan, without workspace and shared memory.
+    # Returns the number of values, then the values: one plan, without workspace and shared memory.
     "cudnnBackendGetAttribute": """
 int cudnnBackendGetAttribute(void* descriptor, int which, int type, long asked, long* count,
                              void* values) {
@@ -80,7 +80,7 @@ def run(*command: str | Path) -> str:
 
 
 def torch_libraries() -> list[Path]:
-    spec = importlib.util.find_spec("torch")  # not an import, which needs the libraries
+    spec = importlib.util.find_spec("torch")  # importing torch would need the libraries
     if spec is None or spec.origin is None:
         sys.exit(f"{sys.executable} has no torch: run make_env.sh first")
     return sorted(Path(spec.origin).parent.glob("lib/*.so"))

@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "XDG_CACHE_HOME": str(caches),  # verdicts on a GPU that computes nothing stay out of ~
+        "XDG_CACHE_HOME": str(caches),  # keep verdicts on the simulated GPU out of ~
         "OMP_NUM_THREADS": "1",
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # otherwise asked of the driver
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # the driver would be queried otherwise
 from flash_attn.cute import interface
 
 

@@ -15,9 +15,9 @@ from types import TracebackType
 import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
-# Where comparisons of values raise.
+# Files in which comparisons of values raise errors.
 COMPARING = ("/torch/testing/", "/numpy/testing/", "/torch/autograd/gradcheck.py")
-# Errors of garbage that is taken for sizes or indices, as where a mask's lengths are read.
+# Errors caused by garbage values that are used as sizes or indices, such as lengths of a mask.
 GARBAGE = (
     "multiplication overflow", "out of memory", "out of bounds", "DefaultCPUAllocator",
     "is invalid for input of size", "iterable argument is empty", "opcheck(op, ...)",
@@ -27,13 +27,13 @@ passed_over = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[passed_over] = 0
-    # Other styles print the arguments of functions: tensors whose garbage is taken for sizes.
+    # Other styles print the arguments of functions, and fail on tensors with garbage values.
     config.option.tbstyle = "native"
 
 
 def pytest_sessionstart() -> None:
     """Disable reference computations: they take most of the time, and all values are garbage."""
-    import helpers  # by now, as pytest has put tests/support on the path only now
+    import helpers  # pytest has added tests/support to the path by now
 
     helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))
     helpers.Reference.__init__ = lambda self, run, dtype: None

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples/README.md"]
-PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which tells of the past
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it describes past versions
 FOLDERS = ("csrc", "fused_attn", "tests", "benchmarks", "examples", "docs")
 # [`symbol`](file), in which the file defines the symbol.
 SYMBOL = re.compile(r"\[`([^`\]]+)`\]\(([^)#:]+)\)")

@@ -27,7 +27,7 @@ MADE_HERE = {
     "masks.Mask",
     "nn.DecoderCache",
 }
-# Their module's or their counterpart's example shows them.
+# Covered by the example of their module or of their counterpart.
 WITHOUT_EXAMPLE = {"available_backends", "disable", "masks.as_mask", "masks.bias", "masks.causal"}
 WITHOUT_EXAMPLE |= {"masks.dense", "masks.prefix_lm", "masks.sliding_window"}
 

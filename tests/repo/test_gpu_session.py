@@ -19,7 +19,8 @@ from gpu_sections import Run, Section
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "scripts" / "gpu_session.schema.json").read_text())
 GOOD = "def test_good(): pass\n"
-# Limits of the folder of results, and of the files that are copied to a GPU machine.
+# Limits on the files of the results folder, and on the size of the tree that is copied to a GPU
+# machine.
 MAX_FILES, MAX_BYTES, MAX_TREE = 8, 16 << 20, 64 << 20
 
 
@@ -51,7 +52,7 @@ def statuses(results):
     return {record["unit"].rpartition("::")[2]: record["status"] for record in results["records"]}
 
 
-MORE = pytest.mark.thorough  # a session takes seconds
+MORE = pytest.mark.thorough  # each session takes seconds
 FAULTS = {
     "segfault": ("import os; os.kill(os.getpid(), 11)", "crash", "crashed while running"),
     "hang": ("import time; time.sleep(60)", "hang", "over 2 s"),
@@ -85,7 +86,7 @@ def test_faults(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """A section that exceeds its time is cut: its finished test stays ok; the rest is skipped."""
+    """A section that exceeds its time is stopped: finished tests stay ok, the rest is skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
     results = session(tmp_path, slow, GOOD, seconds=20.0)
@@ -147,7 +148,7 @@ def test_plan_of_a_session():
     """
     sections = gpu_sections.on_gpu()
     in_a_row = [s.seconds for s in sections if not s.beside and s.name != "memcheck"]
-    assert sum(in_a_row) <= 545  # correctness rarely takes its whole limit
+    assert sum(in_a_row) <= 545  # correctness sections rarely use their complete limit
     assert [s.name for s in sections] == [s.name for s in gpu_sections.dry()]
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True

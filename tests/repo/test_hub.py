@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "hub"))
 ALONE = """
 import sys
 from pathlib import Path
-sys.modules["fused_attn"] = None  # an import of it would fail
+sys.modules["fused_attn"] = None  # importing it would fail
 import torch
 from kernels import get_local_kernel
 
@@ -186,7 +186,7 @@ def test_attention_of_transformers_by_the_name_of_the_repository(published, kern
     torch.testing.assert_close(out, expected)
     if family.generates:
         mask = torch.ones_like(inputs["attention_mask"])
-        mask[1, :4] = 0  # generate takes padding on the left
+        mask[1, :4] = 0  # generate expects left padding
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
         tokens = model.generate(inputs["input_ids"], **options)
         model.set_attn_implementation("eager")

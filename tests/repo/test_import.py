@@ -33,7 +33,7 @@ light("norms")
 with torch.autocast("cpu", dtype=torch.bfloat16):
     fused_attn.scaled_dot_product_attention(x, x, x, is_causal=True)
 light("autocast")
-with contextlib.suppress(NotImplementedError):  # the reasons of every backend are asked for
+with contextlib.suppress(NotImplementedError):  # this asks every backend for its reasons
     fused_attn.scaled_dot_product_attention(x, x, x, backend="cuda")
 wide = torch.randn(1, 1, 2, 300)
 fused_attn.scaled_dot_product_attention(wide, wide, wide)

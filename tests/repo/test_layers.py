@@ -65,7 +65,7 @@ def test_no_circles():
 
 
 SOURCES = [path.relative_to(ROOT) for path in sorted((ROOT / "csrc/cpu").rglob("*.h"))]
-FOLDERS = ["simd", "amx", "kernels"]  # vectors, tile registers, and what is computed with them
+FOLDERS = ["simd", "amx", "kernels"]  # vectors, tile registers, kernels
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)

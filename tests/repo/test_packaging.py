@@ -32,7 +32,7 @@ def isa_objects() -> list[Path]:
 
 
 def test_isa_objects_have_no_weak_symbols():
-    # The linker keeps one copy of a weak symbol, maybe the one with AVX-512, for every caller.
+    # The linker keeps one copy of a weak symbol for all callers, possibly the one with AVX-512.
     objects = isa_objects()
     if not objects or shutil.which("nm") is None:
         reason = "needs nm and the objects of an editable install (make build)"
@@ -100,7 +100,7 @@ def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
     """Return the arguments that setup.py passes to CMake under the given environment variables."""
     log = tmp_path / "arguments"
     executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
-    # As the wheel of CMake has it, whose program setup.py prefers to that on the PATH.
+    # Stand-in for the module of CMake's wheel, which setup.py prefers to the PATH.
     (tmp_path / "cmake.py").write_text(f"CMAKE_BIN_DIR = {str(tmp_path)!r}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSED_ATTN_CUDA")}
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -197,7 +197,7 @@ def test_cuda_is_built_for_the_gpus_that_are_there(tmp_path):
     assert built == {"compute_80", "compute_100"}
 
 
-# FUSED_ATTN_CUDA=0 does without nvcc, where Triton alone is to be tested.
+# FUSED_ATTN_CUDA=0 needs no nvcc, for machines that test only Triton.
 UNLESS_REFUSED = "FUSED_ATTN_CUDA=${FUSED_ATTN_CUDA-1} "
 TARGETS = {
     "build": "",

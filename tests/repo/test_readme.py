@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-# Those that conf.py fills in for the site are not for readers of the repository.
+# Pages that conf.py fills in for the site are left out.
 DOCS = [
     page
     for page in sorted((ROOT / "docs").glob("*.md"))
@@ -17,7 +17,7 @@ DOCS = [
 ]
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md"]
 MAX_LINES = 150
-# Every block of code, by its page and its place on it.
+# Every block of code, by its page and its index on the page.
 BLOCKS = {
     f"{page.name}-{i}": block
     for page in PAGES

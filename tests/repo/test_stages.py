@@ -34,7 +34,8 @@ PASSES = "import os\n\ndef test_environment():\n    assert os.environ['STAGE'] =
 def stage(folder: Path, name: str, text: str, *arguments: str) -> Stage:
     path = folder / f"test_{name}.py"
     path.write_text(text)
-    environment = {"STAGE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take seconds
+    # loading plugins takes seconds
+    environment = {"STAGE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     # pytest would take a common ancestor of this folder and the working directory.
     options = ["--rootdir", str(folder), "-p", "no:cacheprovider"]
     return Stage(name, [str(path), *options, *arguments], environment)

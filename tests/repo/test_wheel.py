@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-# Libraries of every Linux that torch supports; and torch's libgomp, see below.
+# Libraries of every Linux that torch supports, and torch's libgomp, see below.
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.so.1"}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: manylinux wheels")
@@ -112,7 +112,7 @@ def test_nothing_is_compiled_twice(tmp_path):
     path, modules = os.environ["PATH"], os.environ.get("PYTHONPATH", "")
     in_place = (sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib")
     with locked_build():
-        done(*in_place, "--build-temp", tmp_path / "temp")  # what is not up to date
+        done(*in_place, "--build-temp", tmp_path / "temp")  # compile outdated sources first
     elsewhere = {
         "PATH": f"{tmp_path}{os.pathsep}{path}",
         "PYTHONPATH": f"{tmp_path / 'modules'}{os.pathsep}{modules}",

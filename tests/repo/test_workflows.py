@@ -26,7 +26,7 @@ def test_workflows_call_what_is_there():
         assert set(re.findall(r"run: make ([a-z-]+)", text)) <= set(targets)
         for path in re.findall(r"uses: \./(\S+)", text) + re.findall(r"run: (\.\S+)", text):
             assert (ROOT / path).exists()
-        # Only what says so may write, and each action is named with a version.
+        # Jobs may write only if they request it, and each action is pinned to a version.
         assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE)
         assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))
 

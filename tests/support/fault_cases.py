@@ -88,7 +88,7 @@ def with_cold_caches(kind: str) -> bool:
     rank = dist.get_rank()
     with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
         _call(kind, mask)
-    if rank == 1:  # evicts what is cached of the mask
+    if rank == 1:  # evicts the cached values of the mask
         for length in range(2, 40):
             query = torch.zeros(1, 1, length, 4)
             fused_attn.scaled_dot_product_attention(query, query, query, masks.causal())
@@ -100,7 +100,7 @@ def with_cold_caches(kind: str) -> bool:
 def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
     """Make the last rank fail; return this rank's error and the seconds until it was raised."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    _call(kind)  # everything works at first
+    _call(kind)  # the first call succeeds
     began = time.perf_counter()
     if last and fault == "dies":
         os._exit(1)

@@ -44,7 +44,7 @@ def lower(calls: Sequence[AttentionCall], folder: Path) -> list[Lowering]:
         problems.append({"variant": variant, "tensors": described})
     torch.save(problems, folder / "problems.pt")
     _run("lower_for_h100.py", _guard(folder), folder / "problems.pt", folder / "lowered.pt")
-    # The process saved its own class, as that of its main module.
+    # The script saved `Lowering` as a class of its __main__ module.
     sys.modules["__main__"].Lowering = Lowering  # type: ignore[attr-defined]
     return torch.load(folder / "lowered.pt", weights_only=False)
 

@@ -267,7 +267,7 @@ def engine_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
     case["options"]["dropout_p"] = 0.0
     batch, heads, _, *longest, _, _ = case["shape"]
     shape = batch, heads, *longest
-    if kind == "sdpa" or kind in ENGINES:  # few calls that the engine declines
+    if kind == "sdpa" or kind in ENGINES:  # draw few calls that the engine refuses
         engine = ENGINES.get(kind)
         case["shape"][5:] = [pick(8, 16, 40)] * 2
         if engine is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fused_attn
 
-transformers.logging.set_verbosity_error()  # advice on padding
+transformers.logging.set_verbosity_error()  # suppress advice on padding
 VOCABULARY, NEW = 50, 3
 FAMILIES_OF_TEXT = {own.name: own for own in FAMILIES if own.inputs in (text, translation)}
 EAGER_ONLY = "Gemma2", "GptOss"  # sdpa of transformers has no softcap and no sinks

@@ -56,7 +56,7 @@ def check_rows(case: Case, backend: str) -> None:
         if backend != "eager":
             with mock.patch.object(philox, "new_seed", seed.to):
                 out = activation_pass(input, shift, kind, p)
-        if out is None:  # torch computes some layouts
+        if out is None:  # torch computes some layouts instead
             wide = input.to(statistics_dtype(input.dtype))
             wide = wide if shift is None else wide + shift.to(wide.dtype)
             out = reference.activation(wide, None, kind, p, seed).to(input.dtype)

@@ -306,7 +306,7 @@ class Reference:
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round inputs to values that are exact in dtype; the contract covers only the computation."""
+    """Round float32 values to dtype, because the contract does not cover the rounding of inputs."""
     if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
         return tensor
     rounded = torch.empty_like(tensor)

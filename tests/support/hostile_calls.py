@@ -273,7 +273,7 @@ def hostile(group: str, arguments: dict[str, Any]) -> Iterator[tuple[str, dict[s
                 try:
                     other = variant(value.detach().clone())
                 except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
-                    continue  # torch has no such tensor
+                    continue  # torch cannot create such a tensor
                 yield f"{name}={kind}", {**arguments, name: other}
         else:
             for number in NUMBERS:

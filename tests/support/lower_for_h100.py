@@ -145,7 +145,7 @@ def _configure() -> None:
     functorch.force_non_lazy_backward_lowering = True
     functorch.enable_autograd_cache = False
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    # It copies values of the output into another layout; here there are none.
+    # The function copies the output into another layout; here tensors have no values to copy.
     op = sys.modules["torch._higher_order_ops.flex_attention"]
     source = inspect.getsource(op._permute_strides).replace("new_out.copy_(out)", "pass")
     exec(source, vars(op))

@@ -112,5 +112,5 @@ PAIRS = [
         marks=() if {*pair} <= {*FIELDS, "intervals"} else pytest.mark.thorough,
     )
     for pair in itertools.combinations(MASKS, 2)
-    if pair != ("alibi", "alibi_batch")  # of different alignment, see test_errors.py
+    if pair != ("alibi", "alibi_batch")  # their alignments differ, see test_errors.py
 ]

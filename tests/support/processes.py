@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 # Imported once, by the process from which all ranks are forked.
 _IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "fused_attn", "fused_attn.distributed"]
-TIMEOUT = 120.0  # seconds that a collective or the answer of a rank may take
+TIMEOUT = 120.0  # seconds, for a collective or for the answer of a rank
 
 
 class RankError(RuntimeError):

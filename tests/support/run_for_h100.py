@@ -22,7 +22,7 @@ import torch
 import triton
 import triton_interpreter
 
-# What the generated code does to a device, and what it does here.
+# Statements of the generated code that need a device -> their replacements.
 _REPLACED = {
     "with torch.cuda._DeviceGuard(0):": "if True:",
     "torch.cuda.set_device(0)": "pass",

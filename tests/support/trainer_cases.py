@@ -23,8 +23,8 @@ from fused_attn.distributed import context_parallel
 VOCABULARY, STEPS, LEARNING_RATE = 50, 2, 0.5
 LENGTHS = [[20, 13, 12], [5, 36, 4]]  # of the documents in the row of each step
 IGNORED = -100
-# Has no effect, but transformers then builds no mask itself. It would do so only on ranks that have
-# the start of a document, and repeat the KV heads of sdpa there.
+# With this mask, which masks nothing, transformers builds no masks. Otherwise it would build them
+# only on ranks that have the start of a document, and repeat the KV heads of sdpa there.
 IGNORED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 

@@ -45,7 +45,8 @@ def test_bench_gives_sdpa_the_same_mask(mask):
             Shape.parse("3,4/2,33,47,16"), mask, "float32", backward=backward, rounds=1
         )
         assert result.ok and result.speedup is not None, result
-    one = ("documents", "ragged_documents", "blocks", "ragged_blocks")  # document, block
+    # masks with one document or block
+    one = ("documents", "ragged_documents", "blocks", "ragged_blocks")
     everything = mask in ("none", "alibi", *one)
     assert result.visible == 1.0 if everything else 0.0 < result.visible < 1.0
 

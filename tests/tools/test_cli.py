@@ -291,7 +291,7 @@ def test_compare_folder(capsys, tmp_path, weights):
     if weights:
         loaded = sources.load(str(tmp_path)).model.state_dict()
         assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    else:  # padded rows are among its outputs
+    else:  # the outputs include padded rows
         status, out, err = run(capsys, *argv)
         assert (status, err) == (1, "")
         assert any("remove_padding=False" in note for note in json.loads(out)["notes"])
@@ -316,7 +316,7 @@ def test_compare_runs_no_code_of_a_folder(capsys, tmp_path, monkeypatch, file):
         config["model_type"] = "bert" if file == "config" else "evil"
     Path("config.json").write_text(json.dumps(config))
     status, _, err = run(capsys, "compare", str(tmp_path), "--keep-padding")
-    assert status == (0 if file == "config" else 2), err  # transformers has a BertModel of its own
+    assert status == (0 if file == "config" else 2), err  # transformers also defines a BertModel
     assert not Path("ran").exists()
 
 

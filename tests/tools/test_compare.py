@@ -345,7 +345,7 @@ def of_python(x):
 
 
 def small(x):
-    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # the same in each type
+    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # equal in all dtypes
 
 
 def with_its_own_seed(x):

@@ -16,7 +16,7 @@ from helpers import BACKENDS, SLOW_BACKENDS
 from fused_attn.backends import get_backend
 
 CORPUS = [json.loads(line) for line in fuzz.CORPUS.read_text().splitlines()]
-CASES = 8  # on slow backends
+CASES = 8  # number of cases on slow backends
 
 
 def sample(backend, count, isa=None):

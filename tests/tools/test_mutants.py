@@ -78,7 +78,7 @@ def test_mutants_of_cpp_change_results_only_while_they_are_on(tmp_path):
         assert switch.reached() == [number]
         switch.turn_on(number)
         assert values(function) != right, mutant
-        switch.reached()  # starts again
+        switch.reached()  # clear the record
 
 
 def test_mutants_of_python_replace_the_code_of_functions():

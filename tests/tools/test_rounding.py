@@ -66,7 +66,7 @@ def test_compositions_are_rounded_in_each_step():
 
 
 def test_decisions_are_those_of_an_undisturbed_run():
-    """With replayed decisions, rounding noise flips no index, comparison or ReLU."""
+    """With recorded decisions, rounding noise changes no index, comparison or ReLU."""
     x = torch.linspace(-1.0, 1.0, 4001)
 
     def decide(x):
@@ -132,12 +132,12 @@ def test_eager_attention_is_as_expected(dtype):
 
     expected = Expected(run, truth, dtype, most=32)
     for name, reference in truth.items():
-        if dtype != torch.float64:  # which is its own truth here
+        if dtype != torch.float64:  # in float64, the reference is eager itself
             error = contract.errors(eager[name], reference)[0]
             assert error <= expected.error(name) <= 10 * error, name
         scale = contract.largest(reference)
         assert 0.0 < expected.error(name) < 300 * torch.finfo(dtype).eps * scale, name
-    assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one for decisions
+    assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one run records decisions
 
 
 def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():

@@ -21,7 +21,7 @@ from fused_attn.tools.cases import MASKS
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, PartialCheck
 from fused_attn.tools.plan import Plan
 
-# With kernels that are chosen only where they were verified; here by emulation.
+# Backends that are the default only where verified, and that run here in emulation.
 EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
 __all__ = ["fast"]  # a fixture
 ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backend")
@@ -79,7 +79,7 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
     assert select(problem) is backend
     x = torch.randn(1, 2, 40, 32, requires_grad=True)
     out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    assert "Attention" in out.grad_fn.name()  # not torch's own
+    assert "Attention" in out.grad_fn.name()  # the node is not torch's
     verdicts.forget([backend.name])
     assert select(problem) is not backend
 

@@ -155,7 +155,7 @@ def decode_attention(
         )
     update = checked_update(query, key_cache, value_cache, key, value, cache_lengths, block_table)
     if sinks is not None:
-        checked_sinks(sinks, query[..., 0])  # before the cache changes
+        checked_sinks(sinks, query[..., 0])  # raises before the cache is changed
         if needs_grad(sinks):
             raise ValueError(NO_GRAD.format(name="sinks"))
     rotation = None

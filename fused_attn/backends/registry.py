@@ -43,7 +43,7 @@ _VARIABLE = "FUSED_ATTN_BACKEND"
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
-_blocks: dict[object, str] = {}  # open blocks of `use_backend`, which threads end in any order
+_blocks: dict[object, str] = {}  # open blocks of `use_backend`; threads may close them in any order
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
@@ -95,7 +95,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 def wanted_backend() -> str | None:
     """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None."""
-    if is_compiling():  # Dynamo cannot trace `environment`, which is faster
+    if is_compiling():  # `environment` is faster, but Dynamo cannot trace it
         return _override or os.environ.get(_VARIABLE) or None
     return _override or environment(_VARIABLE) or None
 

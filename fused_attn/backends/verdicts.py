@@ -47,9 +47,9 @@ def verifying() -> Iterator[None]:
 # ---- classes ------------------------------------------------------------------------------------
 
 # Upper bounds of the size classes. Sizes above the last bound form one more class.
-WIDTHS = (32, 64, 96, 128, 192, 256)  # of max(head_dim, head_dim_v); CUDA kernels pad to these
-FEW_QUERIES = 16  # bound of seqlen_q for the class of decode kernels
-LENGTHS = (128, 512, 2048)  # of max(seqlen_q, seqlen_k)
+WIDTHS = (32, 64, 96, 128, 192, 256)  # max(head_dim, head_dim_v); CUDA kernels pad to these
+FEW_QUERIES = 16  # largest seqlen_q in the class of decode kernels
+LENGTHS = (128, 512, 2048)  # max(seqlen_q, seqlen_k)
 COLUMNS = (256, 1024, 4096, 16384)
 
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -164,7 +164,7 @@ changes = 0  # number of times that this process stored or removed verdicts
 def reasons_against(backend: str, problem: Problem) -> list[str]:
     """Return the first reason why a backend is opt-in for a problem; empty if there is none."""
     general = _reason(backend, problem.device)
-    if general:  # before sizes are read, so that torch.compile adds no guards on sizes
+    if general:  # return before sizes are read, which adds guards in torch.compile
         return [general]
     for name in classes_of(problem):
         reason = _reason(backend, problem.device, *name)
@@ -217,7 +217,7 @@ def _table(backend: str, device: torch.device) -> _Table:
     return table
 
 
-@traced_as_constant  # if torch.compile traces the call, it evaluates to True (torch 2.9)
+@traced_as_constant  # torch.compile would evaluate the call to True (torch 2.9)
 def _exporting() -> bool:
     return torch.compiler.is_exporting()
 

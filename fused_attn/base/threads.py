@@ -14,7 +14,7 @@ import warnings
 import torch
 
 _has_pool = False  # kernels ran on several threads in this process
-_is_alone = False  # they did so in the process that this one was forked from
+_is_alone = False  # forked from a process with such threads
 _warned = False
 
 

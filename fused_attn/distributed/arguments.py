@@ -28,7 +28,7 @@ Method = Literal["auto", "ring", "all_to_all"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Starts = tuple[list[int], list[int]]
 
-_KINDS = (type(None), Tensor, Sharding)  # of positions; in messages: the index
+_KINDS = (type(None), Tensor, Sharding)  # types of positions; messages contain the index
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Local:
     options: AttentionOptions
     mask: Mask | None
     positions: tuple[Positions, Positions]
-    runs: tuple[Runs, Runs]  # of positions that are tensors, else empty
+    runs: tuple[Runs, Runs]  # runs of positions that are tensors; otherwise empty
 
 
 def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
@@ -134,7 +134,7 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
     shared = own = {}
     if local is not None:
         shared = _shared(call, local)
-        names = "query", "key", "runs of query", "runs of key"  # rows and runs
+        names = "query", "key", "runs of query", "runs of key"  # numbers of rows and of runs
         query, key = local.inputs[:2]
         sizes = query.shape[2], key.shape[2], *map(len, local.runs)
         own = dict(zip(names, sizes, strict=True))
@@ -267,7 +267,7 @@ def _spec(
     starts = of_queries.tolist(), of_keys.tolist()
     longest = [max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts]
     row = query.new_empty(1, num_heads, 1)
-    rows = [row.expand(length, -1, -1) for length in lengths]  # in place of those of all ranks
+    rows = [row.expand(length, -1, -1) for length in lengths]  # stand-ins for all ranks' rows
     spec = packed_spec(
         rows[0], rows[1], of_queries, of_keys, longest[0], longest[1], mask, call.is_causal
     )

@@ -188,7 +188,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         out, lse = ring(query, key, value, spec, setting)
     if exchange is not None:
         out, lse = exchange.returned(out, lse)
-    if own.starts is not None:  # packed
+    if own.starts is not None:  # the sequences are packed
         return out[0].transpose(0, 1), lse[0]
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_on_tensor
 
-_CHUNK = 1 << 22  # elements that are converted to int64 at once
+_CHUNK = 1 << 22  # maximum number of elements that are converted to int64 together
 _FACTOR = 0x5851F42D4C957F2D  # odd; Knuth, MMIX
 
 

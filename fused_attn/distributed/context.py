@@ -260,7 +260,7 @@ class Calls:
         """Distribute all attention calls within the block."""
         torch_function = torch.nn.functional.scaled_dot_product_attention
         fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call the function
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path bypasses the function
         torch.nn.functional.scaled_dot_product_attention = _attention_of_torch
         try:
             with handlers.handled_by(self):

@@ -108,7 +108,7 @@ def plan_of(
     alignment = DECISIONS if dropout else 1
     if prefix and dropout:
         starts_of = (p.positions.start for of_rank in (*pieces, *pieces_k) for p in of_rank)
-        if any(start % DECISIONS for start in starts_of):  # on all ranks alike
+        if any(start % DECISIONS for start in starts_of):  # raised on all ranks
             raise ValueError(
                 "with a prefix mask and dropout, each run of consecutive positions must begin at a "
                 f"multiple of {DECISIONS} in its sequence"

@@ -51,7 +51,7 @@ def _operations(
     """Count "product", "softmax" and "sdpa" in a function of a module and in its callees."""
     if function in known:
         return known[function]
-    known[function] = Counter()  # a recursive call adds nothing
+    known[function] = Counter()  # recursive calls count nothing
     found: Counter[str] = Counter()
     for name, value in loads(function, module):
         if name in _PRODUCTS:

@@ -41,7 +41,7 @@ _OP = torch.ops.aten.scaled_dot_product_attention.default
 # use_backend takes effect and registration does not initialize CUDA.
 _KEYS = ("CPU", "CUDA")
 _PLAIN = frozenset({Tensor, Parameter})
-_TRACED = frozenset({FakeTensor, FunctionalTensor})  # in traces of torch.compile, export
+_TRACED = frozenset({FakeTensor, FunctionalTensor})  # tensors in traces of torch.compile and export
 # Added to the key of torch.compile's caches, including those on disk. Otherwise the key depends
 # only on the caller's graph, which is the same with and without our kernels.
 _TAG = "+fused_attn"

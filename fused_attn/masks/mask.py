@@ -199,7 +199,7 @@ class Mask:
             return self._tensors
         tensors = _tensors_of(self.conditions())
         if not is_compiling():
-            object.__setattr__(self, "_tensors", tensors)  # plain assignment fails: frozen
+            object.__setattr__(self, "_tensors", tensors)  # the dataclass is frozen
         return tensors
 
 
@@ -336,7 +336,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
     if isinstance(condition, Tensor):
         return [condition]
     if isinstance(condition, FunctionType):
-        if is_compiling():  # it evaluates the function in the graph
+        if is_compiling():  # the graph evaluates the function
             return []
         read = [cell.cell_contents for cell in condition.__closure__ or ()]
         kinds = (Tensor, FunctionType)

@@ -122,7 +122,7 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
         raise ValueError(f"attn_mask must be a BlockMask for lengths {shape[2:]}, got {lengths}")
     if 0 in shape:
         return Mask()
-    if is_intercepted() or device.type == "meta":  # values decide what is recognized
+    if is_intercepted() or device.type == "meta":  # recognition reads values
         return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
     used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
     return recognized(lambda rows: _visible(mask_mod, used, rows, device), used, shape, device)
@@ -141,7 +141,7 @@ def recognized(
         device: device of the visible keys.
     """
     tables: list[Tensor] = []
-    dense: list[Tensor] = []  # or bits, if the keys of some query are not consecutive
+    dense: list[Tensor] = []  # or bits, if visible keys are not consecutive
     on_cpu = device.type == "cpu"
     for rows in row_blocks(used):
         seen = visible(rows)
@@ -179,7 +179,7 @@ class Uses(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not function.__name__.startswith("new_"):  # only the device and dtype count
+        if not function.__name__.startswith("new_"):  # new_* functions use only device and dtype
             for argument in tree_leaves((args, kwargs)):
                 for i, tensor in enumerate(self.tensors):
                     self.used[i] |= argument is tensor
@@ -250,7 +250,7 @@ def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
     seen = end > first
     begin = torch.where(seen, first, seqlen_k).amin(1, keepdim=True)
     stop = end.amax(1, keepdim=True)
-    begin = torch.minimum(begin, stop)  # for sequences without visible keys
+    begin = torch.minimum(begin, stop)  # handles sequences without visible keys
     row = torch.arange(1, first.shape[1] + 1, device=first.device)
     key = torch.arange(seqlen_k, device=first.device)
     # Not `padding`, whose lengths move bands that are aligned at the bottom right.
@@ -300,7 +300,7 @@ def _documents(first: Tensor, end: Tensor, seen: Tensor, seqlen_k: int) -> Mask 
     crossing = first.new_zeros(first.shape[0], seqlen_k + 2)
     crossing.scatter_add_(1, first + 1, ones).scatter_add_(1, end, -ones)
     is_start = crossing.cumsum(1)[:, :seqlen_k] == 0
-    ids = is_start.cumsum(1)  # from 1; 0 is the document of queries without visible keys
+    ids = is_start.cumsum(1)  # ids start at 1; 0 is for queries without visible keys
     key = torch.arange(seqlen_k, device=first.device)
     start = torch.where(is_start, key, 0).cummax(1).values
     next_start = torch.where(is_start, key, seqlen_k).flip(1).cummin(1).values.flip(1)

@@ -169,7 +169,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
     """Return True if every query row has a visible key, as known without reading tensor values."""
-    others = TENSORS.keys() - {"slopes"}  # which add to the scores, but mask nothing
+    others = TENSORS.keys() - {"slopes"}  # slopes add to the scores, but mask nothing
     if any(getattr(spec, name) is not None for name in others):
         return False
     if spec.band_lo <= -UNLIMITED:

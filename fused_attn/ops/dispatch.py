@@ -84,7 +84,7 @@ def in_shape(
     out: Tensor, lse: Tensor | None, leading: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the results of a validated call in the caller's shapes; see `checked_attention`."""
-    if leading is None:  # packed
+    if leading is None:  # the sequences are packed
         return out[0].transpose(0, 1), None if lse is None else lse[0]
     if len(leading) == 3:
         return out, lse

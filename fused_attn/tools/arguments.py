@@ -89,7 +89,7 @@ def write_json(path: Path | None, facts: dict[str, Any]) -> bool:
         return False
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text + "\n")
-    temporary.replace(path)  # a reader, or a process that is killed, never leaves half a file
+    temporary.replace(path)  # atomic, so no reader finds a partial file
     return False
 
 

@@ -205,7 +205,7 @@ MASKS = {
         lambda _, size: masks.sliding_window(size - 1),
         size=256,
     ),
-    "padding": MaskKind("sequences of a quarter to all of seqlen_k", _padding),
+    "padding": MaskKind("lengths from a quarter of seqlen_k to seqlen_k", _padding),
     "prefix": MaskKind("causal after a prefix of a quarter of the keys", _prefix),
     "documents": MaskKind("documents of 256 tokens, or of SIZE tokens", _documents, size=256),
     "ragged_documents": MaskKind(
@@ -214,7 +214,7 @@ MASKS = {
     "alibi": MaskKind("a linear bias with a different slope for each head", _alibi),
     "blocks": MaskKind("a bool tensor with diagonal blocks of 256 or SIZE keys", _blocks, size=256),
     "ragged_blocks": MaskKind(
-        "as blocks, with edges that are not aligned to tiles",
+        "like blocks, with edges that are not aligned to tiles",
         lambda shape, size: _blocks(shape, size, shift=37),
         size=256,
     ),
@@ -268,7 +268,7 @@ def tensors_of(
     visible, bias = materialize(spec, *shape.scores, torch.device(device), dtype)
     if visible is not None:
         first = visible[:, :, :1]
-        if torch.equal(first.expand_as(visible), visible):  # independent of the query
+        if torch.equal(first.expand_as(visible), visible):  # the mask does not depend on the query
             visible = first
     return visible, bias
 

@@ -45,7 +45,7 @@ from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.rounding import Expected
 from fused_attn.tools.terminal import progress
 
-RUNS = 16  # for the expected error of eager attention; a run takes 20 times as long as eager
+RUNS = 16  # runs for the expected eager error; each takes 20 times as long as eager
 
 _PADDING_NOTE = (
     "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
@@ -119,7 +119,7 @@ def compare(
 
         def run_eager(in_dtype: torch.dtype, **options: bool) -> Tensors:
             own, other = copy.deepcopy(model), None if in_dtype == dtype else in_dtype
-            if other is not None:  # otherwise mixed precision is preserved
+            if other is not None:  # None preserves mixed precision
                 own = own.double() if other == torch.float64 else own.float()
             with _eager_kernels():
                 return run(_eager(own), other, **options)

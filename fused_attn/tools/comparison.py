@@ -116,7 +116,7 @@ class ComparisonReport:
         """Return one line per type of module and reason for not swapping it, with module names."""
         left: dict[tuple[str, str], list[str]] = {}
         for entry in (*self.swap.skipped, *self.swap.unfused):
-            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` reports those
+            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` reports SDPA calls
                 left.setdefault((entry.type, entry.reason), []).append(entry.name)
         return [
             f"left alone: {len(names)} x {type_name} ({_some(names)}): {reason}"

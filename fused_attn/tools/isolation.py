@@ -40,7 +40,7 @@ class Worker:
         process, connection = self._running = self._running or self._start()
         try:
             connection.send((function, args))
-            connection.recv()  # when the function begins: importing torch takes seconds
+            connection.recv()  # wait for the start: importing torch takes seconds
             if connection.poll(self._limit):
                 result: T = connection.recv()
                 return result

@@ -213,7 +213,7 @@ def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> An
         if packet is aten.cumsum:
             terms = args[0].shape[args[1]] if args[0].dim() else 1
         squares = func(args[0].square(), *args[1:], **kwargs)
-        if packet is aten.mean:  # squares of the terms x / n
+        if packet is aten.mean:  # the terms are x / n
             squares = squares / max(terms, 1)
     elif packet is prims.var:  # a sum of squares, whose terms have one sign
         terms, squares = args[0].numel() // max(exact.numel(), 1), exact.new_zeros(())

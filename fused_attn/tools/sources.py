@@ -96,7 +96,7 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     model_class, notes = transformers.AutoModel, []
-    only_data = {"local_files_only": True, "trust_remote_code": False}  # else it would ask
+    only_data = {"local_files_only": True, "trust_remote_code": False}  # otherwise it would prompt
     if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         model = model_class.from_pretrained(folder, **only_data)
     else:

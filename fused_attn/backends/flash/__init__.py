@@ -67,7 +67,7 @@ class FlashBackend(EngineBackend):
             return AttentionOutputs(*reference.attention(call), None, None)
         is_traced = is_compiling()
         chosen = _choice(problem) if is_traced else _cached_choice(problem, is_intercepted())
-        assert not isinstance(chosen, list)  # see unsupported()
+        assert not isinstance(chosen, list)  # `unsupported` has excluded other problems
         engine, plan = chosen
         if plan.empty:
             return AttentionOutputs(*reference.attention(call), None, None)

@@ -29,7 +29,7 @@ def decode(
     """
     query, key, value, spec = call.query, call.key, call.value, call.mask
     table, band = update.block_table, band_of(call.mask)
-    if band is None or band.left or band.lengths != 1:  # the lengths are those of the cache alone
+    if band is None or band.left or band.lengths != 1:  # more lengths than those of the cache
         return None
     if query.shape[3] % 8 or (table is not None and key.shape[2] % PAGE_MULTIPLE):
         return None

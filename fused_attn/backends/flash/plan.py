@@ -166,7 +166,7 @@ def _of_bounds(spec: MaskSpec, plan: MaskPlan, seqlen_q: int, seqlen_k: int) -> 
     else:
         calls = (_sequences([*before, (counts[0], counts[1]), *after]),)
     position = torch.arange(seqlen_k, device=bounds.device)
-    end = torch.where(counts[0] > 0, begins[1] + counts[1], 0)  # no query attends to any key
+    end = torch.where(counts[0] > 0, begins[1] + counts[1], 0)  # 0 without queries
     return Layout(calls, (position >= begins[1][:, None]) & (position < end[:, None]))
 
 

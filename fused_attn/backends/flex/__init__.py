@@ -128,7 +128,7 @@ class FlexBackend(EngineBackend):
         variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
         if is_compiling():
             results = functions.attend(variant, query, key, value, operands)
-        elif is_intercepted():  # traced without compilation, where FlexAttention ignores blocks
+        elif is_intercepted():  # without compilation, FlexAttention ignores blocks
             results = reference.attention(call)
         else:
             made = compiled.run(variant, query, key, value, operands)
@@ -150,7 +150,7 @@ def variant_of(
     operands, pattern = operands_of(call, block_size)
     sizes = [query.shape[0], query.shape[2], key.shape[2]]
     if operands.lists is not None:
-        sizes += operands.lists.kv_indices.shape[2:]  # the pattern determines the others
+        sizes += operands.lists.kv_indices.shape[2:]  # the pattern determines the other sizes
     bias = operands.bias
     constants = (
         query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype,

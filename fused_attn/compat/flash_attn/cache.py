@@ -73,7 +73,7 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         if block_table is not None:
             raise NotImplementedError("cache_batch_idx is not supported with block_table")
-        block_table = cache_batch_idx[:, None]  # a row of the cache is a page
+        block_table = cache_batch_idx[:, None]  # each row of the cache is used as a page
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens is None:
         if k is not None:

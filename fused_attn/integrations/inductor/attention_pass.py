@@ -48,7 +48,7 @@ class AttentionPass(CustomGraphPass):
     def options(self) -> dict[str, Any]:
         """Value for the `options` argument of torch.compile that runs this pass on each graph."""
         options: dict[str, Any] = {"pre_grad_custom_pass": self}
-        if hasattr(config, "pre_grad_pass_timing"):  # else cached graphs are missing from `found`
+        if hasattr(config, "pre_grad_pass_timing"):  # otherwise `found` omits cached graphs
             options["pre_grad_pass_timing"] = "early"
         return options
 
@@ -113,7 +113,7 @@ def _try(attention: Attention) -> None:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    for user in list(node.users):  # calls with unused results
+    for user in list(node.users):  # the remaining users have unused results
         _erase(graph, user)
     graph.erase_node(node)
 

@@ -77,7 +77,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 def _unpickled(source: type[Module]) -> Module:
     """Return an uninitialized module, for unpickling: fused if the code of `source` is known."""
     fused = REPLACEMENTS.get(source) or _replace(source)
-    kind = fused or source  # another version of the library may have other code
+    kind = fused or source  # the code may differ in another version of the library
     return kind.__new__(kind)
 
 

@@ -64,7 +64,7 @@ class PackedEncoder(Module):
         An error, or a module that may not be packed, means False: the encoder then runs as before.
         """
         if not all(_is_tokenwise(module, self) for module in self.modules()):
-            return False  # hooks would see the sample
+            return False  # hooks would receive the sample
         try:
             with torch.no_grad(), _evaluating(self):
                 # No padding, padding at the end, and at the beginning.
@@ -215,7 +215,8 @@ def _base(kind: type[Module]) -> type[PackedEncoder] | None:
     arguments = inspect.signature(kind.forward).parameters
     names, first = set(arguments), tuple(arguments)[1:3]
     if first == ("hidden_states", "attention_mask"):
-        return None if "position_bias" in names else PackedStack  # positions of padded tokens
+        # A position_bias refers to the positions of the padded batch.
+        return None if "position_bias" in names else PackedStack
     passes_on = any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments.values())
     if first != ("input_ids", "attention_mask") or not passes_on or names & _OF_DECODERS:
         return None

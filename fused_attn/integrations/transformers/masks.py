@@ -369,7 +369,7 @@ def _united(
         (lo, hi), (own_lo, own_hi) = total.unbind(-1), own.unbind(-1)
         both = (lo < hi) & (own_lo < own_hi)
         if bool((both & (torch.maximum(lo, own_lo) > torch.minimum(hi, own_hi))).any()):
-            return None  # a gap
+            return None  # the union has a gap
         united = torch.stack([torch.minimum(lo, own_lo), torch.maximum(hi, own_hi)], dim=-1)
         seen = torch.where((lo < hi)[..., None], total, own)
         total = torch.where(both[..., None], united, seen)
@@ -383,7 +383,7 @@ def _interval(
     if structure.packed or structure.chunked or structure.positions or structure.unions:
         return None
     kv_length = shape[3]
-    position = torch.arange(shape[2]) + (q_offset - kv_offset)  # in keys
+    position = torch.arange(shape[2]) + (q_offset - kv_offset)  # indices of keys
     left = UNLIMITED if structure.left == -1 else structure.left
     right = UNLIMITED if structure.right == -1 else structure.right
     lo, hi = ((position + at).clamp(0, kv_length) for at in (-left, right + 1))

@@ -28,7 +28,7 @@ _ORIGINALS = {
     "llama": False,
     "gpt_neox": False,  # this and phi3 rotate only the first dimensions
     "phi3": False,
-    "gemma4": False,  # one tensor per call
+    "gemma4": False,  # rotates one tensor per call
     "olmo": False,
     "modernbert": False,
     "cohere": True,
@@ -94,7 +94,7 @@ def _fused_globals(forward: FunctionType) -> Iterator[tuple[str, Callable[..., A
 @functools.cache
 def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[..., Any]:
     code, names = original.__code__, original.__globals__
-    count = code.co_varnames.index("cos")  # of tensors before the tables
+    count = code.co_varnames.index("cos")  # number of tensors before the tables
     casts = "to" in code.co_names  # results have the dtype of the tensors, for any dtype of cos
     partial = "cat" in code.co_names  # the tables may be narrower than the tensors
 
@@ -166,7 +166,7 @@ def _code(function: Any) -> Any:
     if not isinstance(function, FunctionType) or function.__closure__ is not None:
         return None
     code, helper = function.__code__, function.__globals__.get("rotate_half")
-    constants = tuple(c for c in code.co_consts if not isinstance(c, str))  # no docstring
+    constants = tuple(c for c in code.co_consts if not isinstance(c, str))  # without the docstring
     own = code.co_code, constants, code.co_names, code.co_varnames, function.__defaults__
     if "rotate_half" not in code.co_names or function is helper:
         return own

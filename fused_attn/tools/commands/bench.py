@@ -65,8 +65,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--packed", action="store_true",
-        help="time varlen_attention on sequences of a quarter to all of the length, and torch on "
-        "the padded batch",
+        help="time varlen_attention on sequences with lengths from a quarter of seqlen to seqlen, "
+        "and torch on the padded batch",
     )  # fmt: skip
     command.add_argument("--threads", type=positive, help="CPU threads; default: torch's")
     command.add_argument("--repeats", type=positive, default=20, help="timing rounds; default 20")
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             [False, True] if options.backward else [False],
         )
     )
-    for shape, mask, dtype, _ in cases:  # reject what is invalid before any measurement
+    for shape, mask, dtype, _ in cases:  # reject invalid cases before any measurement
         bench.require_memory(shape, mask, dtype, device, options.bias)
         make_mask(mask, shape)
     results: list[bench.Result] = []

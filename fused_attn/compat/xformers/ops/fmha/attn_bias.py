@@ -24,7 +24,7 @@ Lengths = Sequence[int]
 class AttentionBias:
     """Base class of masks, which are a diagonal band in each sequence."""
 
-    _align: ClassVar[str | None] = None  # of the band; None for no band
+    _align: ClassVar[str | None] = None  # alignment of the band; None without a band
     _window_size: int = 0  # keys per query in a causal band; 0 for no limit
     _mask = _padded_mask = cast("Mask | None", None)  # caches
 

@@ -330,7 +330,7 @@ def _for_torch(
     """Return the call in the form that torch's kernels need.
 
     They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
-    because they may be NaN. If the host knows the lengths, the longest is that of keys and values.
+    because they may be NaN. If the host knows the lengths, keys and values end at the longest.
     """
     if update.ends is not None and no_mask:
         call = _narrowed(call, mask, is_causal, *update.ends)

@@ -103,7 +103,7 @@ class TensorSharding:
         return whole.to_local(grad_placements=sums)
 
     def from_local(self, tensor: Tensor | None, placements: Sequence[Any] | None = None) -> Any:
-        """Return the DTensor of which `tensor` is the shard of this rank.
+        """Return the DTensor whose shard on this rank is `tensor`.
 
         Args:
             tensor: a result of the call, whose sharded dimensions are those of `shape`.

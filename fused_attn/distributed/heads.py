@@ -2,7 +2,7 @@
 
 `fused_attn.distributed.HeadwiseParallel` sets `head_mesh` on such a module and shards its
 projections. Each rank projects its heads with local tensors, and calls attention with DTensors that
-are sharded on heads, so that masks and dropout are those of its heads (see dtensors.py).
+are sharded on heads, so that masks and dropout apply to its heads (see dtensors.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class MergedOutputs:
     remain 0, with lse -inf.
 
     Attributes:
-        dtype: dtype of partial results, which is that of the statistics.
+        dtype: the statistics dtype, which partial results have.
 
     Args:
         query, value: those of a call whose out has the shape of the sum.

@@ -1,4 +1,4 @@
-"""Plan of ring attention: which keys each rank needs of which rank, and in which blocks."""
+"""Plan of ring attention: the keys that each rank needs from each other rank, and their blocks."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ def add_png(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Return a positive integer."""
+    """Convert an argument to a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
 
 
 def output(text: str) -> Path:
-    """Return the path of a file that can be written."""
+    """Convert an argument to the path of a file that can be written."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text!r}")

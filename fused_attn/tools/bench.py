@@ -240,7 +240,7 @@ def _part_of(shape: Shape, sample: Shape) -> Callable[[Tensor], Tensor]:
 
 
 def _share(shape: Shape, visible: Tensor | None, packed: bool) -> float:
-    """Return the fraction of visible pairs of a query and a key, of which padding has none."""
+    """Return the fraction of query-key pairs that are visible; pairs with padding are not."""
     if packed and visible is not None:
         real = torch.arange(shape.seqlen_q) < sequence_lengths(shape.batch, shape.seqlen_q)[:, None]
         visible = visible & real.to(visible.device)[:, None, :, None]

@@ -245,7 +245,7 @@ def make_mask(text: str, shape: Shape, device: torch.device | str = "cpu") -> Ma
 
 
 def combined(*parts: Mask | None) -> Mask | None:
-    """Return the conjunction of masks, of which None masks nothing; None if all are None."""
+    """Return the conjunction of masks. None masks nothing, and is returned if all are None."""
     given = [part for part in parts if part is not None]
     return functools.reduce(operator.and_, given) if given else None
 

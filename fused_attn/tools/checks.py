@@ -79,7 +79,7 @@ class Check:
         raise NotImplementedError
 
     def classes(self) -> list[ProblemClass]:
-        """Return the classes of the problem; the last one is that of its last option."""
+        """Return the classes of the problem; the last option determines the last class."""
         return classes_of(self.problem())
 
     def reduced(self) -> Check:

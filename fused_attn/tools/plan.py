@@ -178,7 +178,7 @@ _NORMS: tuple[Options, ...] = ({}, {"residual": True}, {"dropout_p": 0.1})
 
 
 def by_class(probes: Iterable[Check]) -> dict[ProblemClass, list[Check]]:
-    """Return the probes of each class, which is that of a probe's last option."""
+    """Return the probes of each class; the last option of a probe determines its class."""
     classes: dict[ProblemClass, list[Check]] = {}
     for probe in probes:
         classes.setdefault(probe.classes()[-1], []).append(probe)

@@ -106,7 +106,7 @@ def medians(
         rounds: number of rounds. A round times one call of each implementation on a CPU, and
             CALLS_A_ROUND calls on a GPU.
         advance: callback that is called after each round, outside the measurements.
-        in_a_row: time back-to-back calls on a GPU, as `row_seconds`.
+        in_a_row: time back-to-back calls on a GPU, as `row_seconds` does.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

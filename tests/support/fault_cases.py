@@ -82,7 +82,7 @@ def error_of(mistake: str, kind: str) -> str:
 
 
 def with_cold_caches(kind: str) -> bool:
-    """Run calls with equal masks, of which the ranks cache different parts, and return True."""
+    """Return True after calls with equal masks that are cached on some ranks only."""
     mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)) & masks.causal()
     _call(kind, mask)
     rank = dist.get_rank()

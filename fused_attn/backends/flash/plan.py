@@ -32,8 +32,8 @@ class MaskPlan(NamedTuple):
         key_begin, key_end: the keys that are passed, for a batch without lengths. No query attends
             to the others.
         empty: no key is visible.
-        square: a top-left causal mask over sequences whose numbers of queries and keys may differ,
-            as two calls: queries that have a key at their position attend causally, and the
+        square: a top-left causal mask over sequences whose numbers of queries and keys may differ.
+            It takes two calls: queries that have a key at their position attend causally, and the
             queries after them to all keys.
     """
 

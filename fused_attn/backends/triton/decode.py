@@ -30,7 +30,7 @@ from fused_attn.backends.triton.tiles import key_tiles, visible_tiles
 
 
 class Parts(NamedTuple):
-    """Partial results of each KV split, contiguous in float32. The rows are those of lse."""
+    """Partial results of each KV split, contiguous in float32, with the rows of lse."""
 
     maximum: Any  # (rows, num_parts): largest score
     total: Any  # (rows, num_parts): sum of the weights

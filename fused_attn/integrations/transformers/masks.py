@@ -67,7 +67,7 @@ class _Structure(NamedTuple):
             each packed sequence.
         blocks: block ids, each (batch, tokens) integers. Tokens with equal ids attend to each
             other; those with negative ids attend to nothing.
-        unions: structures of which a visible key must fulfill at least one.
+        unions: structures; a visible key must fulfill at least one of them.
     """
 
     left: int = -1

@@ -1,4 +1,4 @@
-"""Base class of the backends: the passes that they compute and the problems that they support."""
+"""Interface of the backends: the passes that they compute and the problems that they support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fused_attn.backends import reference, verdicts, weights_bwd
 from fused_attn.backends.problem import Problem
 from fused_attn.call.calls import (
     AttentionBackward,
@@ -74,7 +73,7 @@ class Backend:
         Args:
             device_type: the device of the problems, such as "cuda".
         """
-        return "some" if verdicts.any_usable(self.name, device_type) else "none"
+        return "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
         """Summarize each tile of 32 queries x 64 keys of a dense mask or bias.
@@ -176,10 +175,7 @@ class Backend:
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
         """Compute out and the attention weights. Called on differentiable backends only."""
-        outputs = self.attention_fwd(call, True, True)
-        assert outputs is not None
-        out, lse, lse_residual, _ = outputs
-        return out, self.attention_weights(call, lse, lse_residual, average)
+        raise NotImplementedError
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
@@ -195,7 +191,7 @@ class Backend:
 
         The gradient of bias is empty unless needs_bias.
         """
-        return weights_bwd.attention_weights_bwd(work)
+        raise NotImplementedError
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
@@ -222,10 +218,9 @@ class Backend:
             want_total: True if total is requested. If neither flag is set, total may be None.
 
         Returns:
-            The outputs, or None to reject an UncheckedNorm. By default, those of the reference.
+            The outputs, or None to reject an UncheckedNorm.
         """
-        out, total = reference.norm(call)
-        return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
+        raise NotImplementedError
 
     def norm_bwd(self, work: NormBackward) -> NormGradients | None:
         """Compute the gradients of a norm.

@@ -15,6 +15,8 @@ from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
+    NormCall,
+    NormOutputs,
 )
 
 
@@ -35,10 +37,11 @@ class EagerBackend(Backend):
         """Compute the gradients of a partial result. Other calls are differentiated by autograd."""
         return reference.partial_gradients(work._replace(call=_unrounded(work.call)))
 
-    def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
-    ) -> Tensor:
-        return reference.attention_weights(call, average)
+    def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
+        return reference.attention(call)[0], reference.attention_weights(call, average)
+
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
+        return reference.norm_outputs(call)
 
     def activation(
         self,

@@ -1,4 +1,4 @@
-"""Base class of backends with GPU kernels of this package."""
+"""Base classes of the backends that `fused-attn verify` must find correct and faster first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend
-from fused_attn.backends.problem import Problem
+from fused_attn.backends import reference, verdicts, weights_bwd
+from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import (
     AttentionBackward,
     AttentionCall,
@@ -19,15 +19,41 @@ from fused_attn.call.calls import (
     NormCall,
     NormGradients,
     NormOutputs,
+    WeightsBackward,
 )
 from fused_attn.masks.tables import without_tables
 
 
-class KernelBackend(Backend):
-    """Backend that allocates the results of a pass, which its host code has kernels write.
+class OptInBackend(Backend):
+    """Backend that is opt-in until `fused-attn verify` finds it correct and faster."""
 
-    It is opt-in until `fused-attn verify` finds it correct and faster.
+    def default_for(self, device_type: str) -> Extent:
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
+
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        return verdicts.reasons_against(self.name, problem)
+
+
+class EngineBackend(OptInBackend):
+    """Backend whose attention kernels are differentiable functions of other projects.
+
+    Norms run on torch operations, so that a model can run on this backend alone, but it is never
+    their default.
     """
+
+    differentiable = True
+
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        if isinstance(problem, NormProblem):
+            return ["does not support norms"]
+        return super().opt_in_reasons(problem)
+
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
+        return reference.norm_outputs(call)
+
+
+class KernelBackend(OptInBackend):
+    """Backend with GPU kernels of this package: it allocates results, which its host code fills."""
 
     def attention_host(self) -> Any:
         """Return the module that launches the attention kernels."""
@@ -36,9 +62,6 @@ class KernelBackend(Backend):
     def norm_host(self) -> Any:
         """Return the module that launches the norm kernels."""
         raise NotImplementedError
-
-    def opt_in_reasons(self, problem: Problem) -> list[str]:
-        return verdicts.reasons_against(self.name, problem)
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return self.attention_host().tile_summary(tensor)
@@ -61,6 +84,9 @@ class KernelBackend(Backend):
         call, weights = readable(call), call.weights(average)
         self.attention_host().attention_weights(call, lse, lse_residual, average, weights)
         return weights
+
+    def attention_weights_bwd(self, work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
+        return weights_bwd.attention_weights_bwd(work)
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         outputs = call.outputs()

@@ -15,7 +15,13 @@ from torch import Tensor
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call import packed
-from fused_attn.call.calls import AttentionBackward, AttentionCall, AttentionGradients, NormCall
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionGradients,
+    NormCall,
+    NormOutputs,
+)
 from fused_attn.masks.materialize import materialize
 
 
@@ -152,6 +158,12 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
     if call.residual is not None:
         total = call.residual + total
     return norm_of(total, call), total
+
+
+def norm_outputs(call: NormCall) -> NormOutputs:
+    """Compute the outputs of a norm call, for backends whose norms are torch operations."""
+    out, total = norm(call)
+    return NormOutputs(out, total.contiguous() if call.has_total else None, None, None)
 
 
 def norm_of(total: Tensor, call: NormCall) -> Tensor:

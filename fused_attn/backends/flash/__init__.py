@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
-from fused_attn.backends.engine import EngineBackend
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flash.decode import decode
 from fused_attn.backends.flash.engines import ENGINES, Engine, EngineCall, FlashAttention2, Results
 from fused_attn.backends.flash.plan import Layout, MaskPlan, layout_of, plan_of
+from fused_attn.backends.kernels import EngineBackend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs

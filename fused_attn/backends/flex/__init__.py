@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fused_attn.backends import reference, verdicts
-from fused_attn.backends.engine import EngineBackend
+from fused_attn.backends.kernels import EngineBackend
 from fused_attn.backends.machine import HAS_TRITON, too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, kernel_limits
 from fused_attn.backends.sdpa import SdpaBackend

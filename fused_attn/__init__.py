@@ -21,6 +21,7 @@ from fused_attn.functional import (
     rms_norm,
     rotary_embedding,
     scaled_dot_product_attention,
+    varlen_attention,
 )
 from fused_attn.integrations import register_with_transformers
 from fused_attn.integrations.enable import disable, enable, enabled, register_with_torch
@@ -29,7 +30,6 @@ from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
 from fused_attn.tools.compare import compare
 from fused_attn.tools.comparison import ComparisonReport
-from fused_attn.varlen import varlen_attention
 from fused_attn.version import __version__ as __version__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Public functions for attention, layer norm and RMS norm."""
+"""Public functions: attention, of padded and packed sequences, norms and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from fused_attn import masks
 from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.packed import packed_spec
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.validation import check_floats
 from fused_attn.masks import Mask
 from fused_attn.ops import dispatch, rotary, small
 
@@ -96,6 +99,83 @@ def scaled_dot_product_attention(
         refuse("scaled_dot_product_attention", kwargs)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, attn_mask, is_causal, enable_gqa, options)
+    results = dispatch.attention(call, return_lse, backend, sinks)
+    return results if return_lse else results[0]  # type: ignore[return-value]
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **kwargs: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention within each sequence of a packed batch, without padding.
+
+    Results, gradients and dropped positions equal those of `scaled_dot_product_attention` on the
+    padded batch.
+
+    Args:
+        query: (total_q, num_heads, head_dim); float32, float16, bfloat16 or float64.
+        key: (total_k, num_heads_kv, head_dim); num_heads may be a multiple of num_heads_kv.
+        value: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q: (batch + 1,) int32 or int64, cumulative lengths from 0 to total_q. Rows
+            [cu_seqlens_q[b], cu_seqlens_q[b + 1]) are sequence b. Pass the same tensor to every
+            layer, because values derived from it are cached on it. In-place changes by torch
+            operations are detected. Changes by another library's kernel or through `.data` are not.
+        cu_seqlens_k: cumulative lengths of key and value, from 0 to total_k, as cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or an upper bound.
+        attn_mask: a `fused_attn.masks.Mask`, or a bool or float tensor as in
+            scaled_dot_product_attention, broadcastable to (batch, num_heads, max_seqlen_q,
+            max_seqlen_k). Positions are relative to the start of each sequence.
+        is_causal: apply a top-left causal mask: query i of a sequence attends to its keys j <= i.
+            For a bottom-right causal mask, as in decoding with a cache, pass
+            masks.causal(align="bottom_right") as attn_mask.
+        dropout_p, scale, softcap, sinks, seed, backend: as in scaled_dot_product_attention.
+        return_lse: also return lse, the natural log of the softmax denominator.
+
+    Returns:
+        out, (total_q, num_heads, head_dim_v). With return_lse, also lse, (num_heads, total_q),
+        float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value. Values of cu_seqlens_q and cu_seqlens_k are checked only on the CPU.
+        NotImplementedError: the requested backend does not support the call.
+
+    Example:
+        >>> lengths = torch.tensor([100, 28, 64])
+        >>> cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        >>> query, key, value = (torch.randn(192, 8, 64) for _ in range(3))
+        >>> out = fused_attn.varlen_attention(
+        ...     query, key, value, cu_seqlens, cu_seqlens, 100, 100, is_causal=True
+        ... )
+        >>> out.shape
+        torch.Size([192, 8, 64])
+
+    Source: Dao 2023, "FlashAttention-2", section 3.2 (packed layout).
+    """
+    if kwargs:
+        refuse("varlen_attention", kwargs)
+    if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
+        check_floats({"query": query, "key": key, "value": value}, 3)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    spec = packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
+    options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
+    call = UncheckedAttention(query, key, value, spec, False, True, options)
     results = dispatch.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 

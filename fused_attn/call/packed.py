@@ -1,26 +1,119 @@
-"""Packed sequences: validation of cu_seqlens, masks, and conversion to and from a padded batch."""
+"""Packed sequences: their MaskSpec, validation, and conversion to and from a padded batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.base.torch_state import host_readable
+from fused_attn.base.torch_state import host_readable, savable
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.validation import check_integers, check_length, check_same
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_on_tensor
-
-if TYPE_CHECKING:
-    from fused_attn.call.calls import AttentionCall
+from fused_attn.masks.spec import MaskSpec, normalize
 
 
 def cumulative(lengths: Tensor) -> Tensor:
     """Return the cu_seqlens of sequences: their cumulative lengths from 0, int32 (batch + 1,)."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def packed_spec(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Mask | None,
+    is_causal: bool,
+) -> MaskSpec:
+    """Validate cu_seqlens and maximum lengths, and return the MaskSpec of the packed call.
+
+    The result is cached on the mask, or on cu_seqlens_q without a mask, so all layers share it.
+    """
+    _check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    num_heads = query.shape[1]
+
+    def make() -> MaskSpec:
+        starts_q = _checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
+        starts_k = _checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
+        check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
+        within = _with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
+        batch = starts_q.shape[0] - 1
+        spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query)
+        band = spec.band
+        if band is not None:  # lengths other than those of the sequences need `bounds`
+            same = 0 if cu_seqlens_q is cu_seqlens_k else None
+            band = band._replace(offset=same) if band.lengths == 1 else None
+        # A cached value must not hold a reference to the tensor that owns the cache.
+        return replace(
+            spec,
+            band=band,
+            cu_seqlens_q=starts_q.clone() if starts_q is cu_seqlens_q else starts_q,
+            cu_seqlens_k=starts_k.clone() if starts_k is cu_seqlens_q else starts_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+
+    memo_key = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
+    ends = cu_seqlens_q, cu_seqlens_k
+    if mask is None:
+        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
+    return recall(mask.memo, memo_key, (*ends, *mask.tensors()), query.device, make)
+
+
+def _with_lengths(
+    mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Mask:
+    """Return the mask restricted to the lengths of packed sequences.
+
+    The result is cached, so all layers share it and the values derived from it.
+
+    Args:
+        mask: mask over the padded batch, or None.
+        is_causal: combine it with a top-left causal mask.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, cumulative lengths.
+    """
+
+    def make() -> Mask:
+        whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+        whole = whole & masks.causal() if is_causal else whole
+        return whole if mask is None else mask & whole
+
+    memo_key, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
+    if mask is None:
+        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
+    return recall(mask.memo, memo_key, ends, cu_seqlens_q.device, make)
+
+
+def _check_max_seqlen(name: str, seqlen: int) -> None:
+    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(seqlen).__name__}")
+    if seqlen < 0:
+        raise ValueError(f"{name} must be >= 0, got {seqlen}")
+    check_length(seqlen)
+
+
+def _checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
+    check_integers(name, cu_seqlens, rows)
+
+    def converted() -> Tensor | None:
+        check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
+        starts = cu_seqlens.to(torch.int64).contiguous()
+        # A cached value must not reference the tensor that owns the cache.
+        return None if starts is cu_seqlens else starts
+
+    memo_key = ("cu_seqlens", max_seqlen, rows.shape[0])
+    starts = recall_on_tensor(cu_seqlens, memo_key, (cu_seqlens,), converted)
+    starts = cu_seqlens if starts is None else starts
+    return starts if savable(starts) else starts.clone()
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
@@ -54,30 +147,6 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
             f"{name} must have differences (lengths) in [0, {max_seqlen}], "
             f"got [{shortest}, {longest}]{hint}"
         )
-
-
-def with_lengths(
-    mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> Mask:
-    """Return the mask restricted to the lengths of packed sequences.
-
-    The result is cached, so all layers share it and the values derived from it.
-
-    Args:
-        mask: mask over the padded batch, or None.
-        is_causal: combine it with a top-left causal mask.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, cumulative lengths.
-    """
-
-    def make() -> Mask:
-        whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
-        whole = whole & masks.causal() if is_causal else whole
-        return whole if mask is None else mask & whole
-
-    memo_key, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
-    if mask is None:
-        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
-    return recall(mask.memo, memo_key, ends, cu_seqlens_q.device, make)
 
 
 def over_padded(

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
-from fused_attn.base.torch_state import FLOATS, is_compiling, is_intercepted, savable
+from fused_attn.base.torch_state import FLOATS, is_compiling, is_intercepted
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
-from fused_attn.masks.memo import recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of
 from fused_attn.masks.tensors import known_mask
 
@@ -89,14 +87,6 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
 
 
-def check_max_seqlen(name: str, seqlen: int) -> None:
-    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(seqlen).__name__}")
-    if seqlen < 0:
-        raise ValueError(f"{name} must be >= 0, got {seqlen}")
-    check_length(seqlen)
-
-
 def check_length(*seqlens: int) -> None:
     """Raise ValueError if a sequence length is not below UNLIMITED.
 
@@ -109,21 +99,6 @@ def check_length(*seqlens: int) -> None:
     for seqlen in seqlens:
         if isinstance(seqlen, int) and seqlen >= UNLIMITED:
             raise ValueError(f"query and key must have a seqlen below {UNLIMITED}, got {seqlen}")
-
-
-def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
-    check_integers(name, cu_seqlens, rows)
-
-    def converted() -> Tensor | None:
-        check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-        starts = cu_seqlens.to(torch.int64).contiguous()
-        # A cached value must not reference the tensor that owns the cache.
-        return None if starts is cu_seqlens else starts
-
-    memo_key = ("cu_seqlens", max_seqlen, rows.shape[0])
-    starts = recall_on_tensor(cu_seqlens, memo_key, (cu_seqlens,), converted)
-    starts = cu_seqlens if starts is None else starts
-    return starts if savable(starts) else starts.clone()
 
 
 def check_norm(

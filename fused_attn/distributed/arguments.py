@@ -13,6 +13,7 @@ from fused_attn.base.autocast import autocast
 from fused_attn.base.shapes import Canonical, canonical
 from fused_attn.base.torch_state import FLOATS
 from fused_attn.call.options import AttentionOptions
+from fused_attn.call.packed import packed_spec
 from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import agreed, learned
 from fused_attn.distributed.checksum import checksum
@@ -21,7 +22,6 @@ from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.varlen import packed_spec
 
 Positions = Tensor | Sharding | None
 Method = Literal["auto", "ring", "all_to_all"]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.philox import DECISIONS
+from fused_attn.call.packed import packed_spec
 from fused_attn.distributed.sharding import MAX_RUNS, Sharding
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.varlen import packed_spec
 
 # Limits on the ratio of the largest work of a rank to the mean. Consecutive or zigzag positions are
 # accepted up to GOOD. Above FAIR, smaller chunks are tried.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import functional, masks, varlen
+from fused_attn import functional, masks
 from fused_attn.call.handlers import heads
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
@@ -159,7 +159,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         head_dim = self.embed_dim // self.num_heads
         q, k, v = projected.unflatten(1, (3, -1, head_dim)).unbind(1)
         out = self._attend(
-            varlen.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
+            functional.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
             packing.max_seqlen, packing.max_seqlen, packing.mask,
             self.dropout if self.training else 0.0,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.decode import decode_attention
+from fused_attn.functional import varlen_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
 from fused_attn.nn.weights import attention_with_weights
@@ -41,7 +42,6 @@ from fused_attn.tools.cases import (
     sequence_lengths,
 )
 from fused_attn.tools.contract import Finding
-from fused_attn.varlen import varlen_attention
 
 Call = Callable[..., Any]
 

@@ -19,8 +19,8 @@ from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
+from fused_attn.call.packed import packed_spec
 from fused_attn.masks.spec import normalize
-from fused_attn.varlen import packed_spec
 
 packing = pytest.importorskip(
     "torch._inductor.kernel.flex.interval_mask_packing", reason="reason: needs torch 2.13"

@@ -19,8 +19,8 @@ from fused_attn import masks
 from fused_attn.backends import reference
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
+from fused_attn.call.packed import packed_spec
 from fused_attn.masks.spec import normalize
-from fused_attn.varlen import packed_spec
 
 triton = pytest.importorskip("triton")
 if not torch.__version__.startswith("2.13.") or not triton.__version__.startswith("3.6."):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fused_attn.compat.xformers.ops as xops
-from fused_attn import varlen
+from fused_attn.call import packed
 from fused_attn.compat.xformers.ops import fmha
 from fused_attn.compat.xformers.ops.fmha import attn_bias
 
@@ -338,7 +338,7 @@ def test_compiled(name):
 def test_layer_calls_share_what_is_derived_from_lengths(monkeypatch):
     q, k, v = tensors(1, 9, 15)
     xops.memory_efficient_attention(q, k, v, blocks)
-    monkeypatch.setattr(varlen, "normalize", lambda *args: pytest.fail("not cached"))
+    monkeypatch.setattr(packed, "normalize", lambda *args: pytest.fail("not cached"))
     xops.memory_efficient_attention(q, k, v, blocks)
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"call"},
     {"backends"},
     {"ops"},
-    {"functional", "varlen", "decode"},
+    {"functional", "decode"},
     {"nn"},
     {"compat", "integrations", "swap"},
     {"distributed"},

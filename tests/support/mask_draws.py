@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
+from fused_attn.call.packed import packed_spec
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.tables import packed
-from fused_attn.varlen import packed_spec
 
 # Kinds with one interval of visible keys for each query, and kinds without.
 STRUCTURED = (

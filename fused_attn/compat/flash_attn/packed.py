@@ -10,7 +10,7 @@ from fused_attn.call.packed import cumulative
 from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
 from fused_attn.compat.flash_attn.dense import Results
 from fused_attn.compat.rows import rows_of_pages, used_rows
-from fused_attn.varlen import varlen_attention
+from fused_attn.functional import varlen_attention
 
 
 def flash_attn_varlen_func(

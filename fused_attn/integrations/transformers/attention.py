@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fused_attn import functional, masks, varlen
+from fused_attn import functional, masks
 from fused_attn.call.handlers import heads
 from fused_attn.integrations.transformers.encoders import PACKING, arguments_of
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
@@ -168,7 +168,7 @@ def _attend_packed(
     head_dim).
     """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    attend = partial(varlen.varlen_attention, **options)
+    attend = partial(functional.varlen_attention, **options)
     return _on_heads_of(module, attend, query, key, value)[None]
 
 

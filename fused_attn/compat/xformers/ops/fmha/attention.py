@@ -10,8 +10,8 @@ from torch import Tensor
 from fused_attn import functional, masks
 from fused_attn.base.torch_state import needs_grad
 from fused_attn.compat.xformers.ops.fmha import attn_bias as biases
+from fused_attn.functional import varlen_attention
 from fused_attn.masks import Mask
-from fused_attn.varlen import varlen_attention
 
 Bias = Tensor | biases.AttentionBias | None
 

@@ -84,6 +84,22 @@ class UncheckedAttention:
             self.mask = mask
         return self.mask
 
+    @property
+    def is_packed(self) -> bool:
+        """True if the call has packed sequences."""
+        mask = self.attn_mask
+        return isinstance(mask, MaskSpec) and mask.cu_seqlens_q is not None
+
+    def with_batch(self) -> UncheckedAttention:
+        """Return a packed call with tensors (1, num_heads, total, head_dim), as a backward needs.
+
+        It has the same options object.
+        """
+        query, key, value = (t.transpose(0, 1)[None] for t in (self.query, self.key, self.value))
+        call = UncheckedAttention(query, key, value, self.attn_mask, False, True, self.options)
+        call.mask = self.mask
+        return call
+
     def is_resolved(self) -> bool:
         """Return True if the call has 4-D tensors and a MaskSpec, as `validated` requires."""
         tensors = self.query, self.key, self.value

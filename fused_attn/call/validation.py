@@ -155,7 +155,7 @@ def checked_attention(
     check_floats({"query": call.query, "key": call.key, "value": call.value})
     query, key, value = autocast(call.query, call.key, call.value)
     mask: Any = call.attn_mask
-    if isinstance(mask, MaskSpec) and mask.cu_seqlens_q is not None:
+    if call.is_packed:
         query, key, value = _packed_qkv(query, key, value)
         return attention_call(query, key, value, mask, call.options), None
     check_qkv(query, key, value)

@@ -51,10 +51,8 @@ def attention(
     if sinks is not None:
         out, lse = attention(call, True, named)
         assert lse is not None
-        mask = call.attn_mask
-        packed = isinstance(mask, MaskSpec) and mask.cu_seqlens_q is not None
         logits = dtensors().sinks_like(lse, sinks) if is_dtensor(lse) else sinks
-        return add_sinks(out, lse, checked_sinks(logits, lse), packed=packed)
+        return add_sinks(out, lse, checked_sinks(logits, lse), packed=call.is_packed)
     handler = handler_of(call.query)
     if handler is not None:
         return handler.attention(call, want_lse, named)
@@ -124,23 +122,18 @@ def _try_unchecked(
         or call.value.requires_grad
         or (spec.bias is not None and spec.bias.requires_grad)
     )
-    packed = trains and spec.cu_seqlens_q is not None and call.query.dim() == 3
-    caller = call.query, call.key, call.value
-    if packed:  # the backward supports packed sequences only as 4-D tensors with a batch of 1
-        call.query, call.key, call.value = (t.transpose(0, 1)[None] for t in caller)
-    outputs = backend.attention_fwd(call, trains, want_lse)
+    packed = trains and spec.cu_seqlens_q is not None
+    own = call.with_batch() if packed else call
+    outputs = backend.attention_fwd(own, trains, want_lse)
     if outputs is None:
-        call.query, call.key, call.value = caller
         return None
     if counting:
-        _count(backend, *caller[:2], spec)
+        _count(backend, call.query, call.key, spec)
     if not trains:
         return outputs.out, outputs.lse
-    results = autograd.attention(call.validated(), backend, outputs, 2 if want_lse else 1)
+    results = autograd.attention(own.validated(), backend, outputs, 2 if want_lse else 1)
     out, lse = results if want_lse else (results, None)
-    if not packed:
-        return out, lse
-    return out[0].transpose(0, 1), None if lse is None else lse[0]
+    return in_shape(out, lse, None) if packed else (out, lse)
 
 
 def run_attention(

@@ -33,7 +33,7 @@ from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import attention_call, check_floats, checked_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.mask import UNLIMITED
-from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, with_summaries
+from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize
 from fused_attn.ops import dispatch
 from fused_attn.ops.rotary import Rotation, checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
@@ -309,7 +309,6 @@ def _attend(
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
     empty = update.capacity == 0 or any(0 in t.shape for t in (query, *update.caches))
     if not empty and update.plain and plain_eager(update.lengths, *mask.tensors()):
-        with_summaries(spec, chosen.tile_summary)
         results = chosen.attention_decode(call, update)
         if results is not None:
             for cache in update.caches if update.seqlen_new > 0 else ():

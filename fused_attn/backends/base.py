@@ -18,7 +18,6 @@ from fused_attn.call.calls import (
     WeightsBackward,
 )
 from fused_attn.call.kv_cache import CacheUpdate
-from fused_attn.masks.spec import with_summaries
 
 Extent = Literal["all", "some", "none"]
 
@@ -29,8 +28,7 @@ ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
 class Backend:
     """Base class of the implementations of the ops. The registry has one instance per subclass.
 
-    Unless noted otherwise, attention passes receive validated calls in `kernel_layout()`. In
-    `attention_decode`, the caches may have any strides.
+    Passes receive validated calls, whose tensors may have any strides.
 
     Attributes:
         name: the name by which users select the backend.
@@ -86,12 +84,6 @@ class Backend:
             SummaryValue in csrc/params.h. None if the passes use no summaries.
         """
         return None
-
-    def kernel_layout(self, call: AttentionCall) -> AttentionCall:
-        """Return a call in `kernel_layout()`, with tile summaries of its dense tensors."""
-        call = call.kernel_layout()
-        with_summaries(call.mask, self.tile_summary)
-        return call
 
     def activation(
         self,
@@ -168,8 +160,8 @@ class Backend:
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients | None:
         """Compute the gradients of query, key, value and, if needs_bias, bias.
 
-        A backend with accepts_unchecked may receive a call and outputs that are not in
-        `kernel_layout()`. It returns None if it does not support their layout.
+        A backend with accepts_unchecked returns None if the tensors do not fit together, which a
+        saved-tensor hook may have changed.
         """
         raise NotImplementedError
 

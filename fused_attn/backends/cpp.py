@@ -117,7 +117,11 @@ class CppBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
-        results = _run(_cpu.attention_fwd, call, for_backward, want_lse, num_threads())
+        threads = num_threads()
+        results = _run(_cpu.attention_fwd, call, for_backward, want_lse, threads)
+        if results is None and isinstance(call, AttentionCall):
+            call = call.kernel_layout()
+            results = _run(_cpu.attention_fwd, call, for_backward, want_lse, threads)
         return None if results is None else AttentionOutputs._make(results)
 
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients | None:
@@ -126,7 +130,12 @@ class CppBackend(Backend):
         if results is None:
             if grad_lse is not None:
                 grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
-            work = work._replace(grad_out=kernel_strides(grad_out), grad_lse=grad_lse)
+            work = work._replace(
+                call=call.kernel_layout(),
+                outputs=outputs.kernel_layout(),
+                grad_out=kernel_strides(grad_out),
+                grad_lse=grad_lse,
+            )
             results = _run(_cpu.attention_bwd, *work, num_threads())
         if results is None:
             return None
@@ -231,7 +240,7 @@ def _weights_fields(
 ) -> tuple[AttentionCall, dict[str, Any]]:
     """Return the call with an empty value, which the weights do not need, and fields for lse."""
     query, key = call.query, call.key
-    call = replace(call, value=key.new_empty(*key.shape[:3], 0))
+    call = replace(call.kernel_layout(), value=key.new_empty(*key.shape[:3], 0))
     out = query.new_empty(*query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +20,8 @@ from fused_attn.call.calls import (
     NormOutputs,
     WeightsBackward,
 )
+from fused_attn.call.options import with_dense_offsets
+from fused_attn.masks.spec import with_summaries
 from fused_attn.masks.tables import without_tables
 
 
@@ -63,25 +64,42 @@ class KernelBackend(OptInBackend):
         """Return the module that launches the norm kernels."""
         raise NotImplementedError
 
+    def readable(self, call: AttentionCall, capacity: int | None = None) -> AttentionCall:
+        """Return the call with a mask and options that kernels read.
+
+        The host code itself copies query, key and value if kernels cannot read their strides.
+
+        Args:
+            capacity: seqlen_k of the mask, if it is not that of `call.key`, which may be pages.
+        """
+        seqlen_k = call.sizes()[2] if capacity is None else capacity
+        # Only the kernels for CPUs read the tables of masks.
+        mask = without_tables(call.mask.kernel_layout(), seqlen_k)
+        with_summaries(mask, self.tile_summary)
+        options = with_dense_offsets(call.options)
+        return AttentionCall(call.query, call.key, call.value, mask, options)
+
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return self.attention_host().tile_summary(tensor)
 
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        call, outputs = readable(call), call.outputs(for_backward)
+        call, outputs = self.readable(call), call.outputs(for_backward)
         self.attention_host().attention_fwd(call, outputs)
         return outputs
 
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
-        work, grads = work._replace(call=readable(work.call)), work.call.gradients(work.needs_bias)
+        grads = work.call.gradients(work.needs_bias)
+        call, outputs = self.readable(work.call), work.outputs.kernel_layout()
+        work = work._replace(call=call, outputs=outputs)
         self.attention_host().attention_bwd(work, grads)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        call, weights = readable(call), call.weights(average)
+        call, weights = self.readable(call), call.weights(average)
         self.attention_host().attention_weights(call, lse, lse_residual, average, weights)
         return weights
 
@@ -97,13 +115,3 @@ class KernelBackend(OptInBackend):
         grads = work.call.gradients(work.needs_weight, work.needs_bias)
         self.norm_host().norm_bwd(work, grads)
         return grads
-
-
-def readable(call: AttentionCall, capacity: int | None = None) -> AttentionCall:
-    """Return the call without the tables of masks, which only the kernels for CPUs read.
-
-    Args:
-        capacity: seqlen_k of the mask, if it is not that of `call.key`, which may be pages.
-    """
-    mask = without_tables(call.mask, call.sizes()[2] if capacity is None else capacity)
-    return call if mask is call.mask else replace(call, mask=mask)

@@ -136,20 +136,8 @@ class AttentionCall(Flat):
 
     def kernel_layout(self) -> AttentionCall:
         """Return this call with all tensors in layouts that kernels support."""
-        # Do not use a generator expression here. torch.compile (2.14) restarts the trace of a
-        # backward when strides are read, and fails if a generator is suspended at that point.
-        q, k = kernel_strides(self.query), kernel_strides(self.key)
-        v = kernel_strides(self.value)
-        mask, options = self.mask.kernel_layout(), with_dense_offsets(self.options)
-        if (
-            q is self.query
-            and k is self.key
-            and v is self.value
-            and mask is self.mask
-            and options is self.options
-        ):
-            return self
-        return replace(self, query=q, key=k, value=v, mask=mask, options=options)
+        q, k, v = (kernel_strides(t) for t in (self.query, self.key, self.value))
+        return AttentionCall(q, k, v, self.mask.kernel_layout(), with_dense_offsets(self.options))
 
     def outputs(self, for_backward: bool, want_lse: bool = True) -> AttentionOutputs:
         """Allocate uninitialized results; missing results are empty tensors.
@@ -350,16 +338,7 @@ class NormCall(Flat):
         if residual is not None:
             residual = rows_in_place(residual.to(own))
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
-        options = with_dense_offsets(self.options)
-        if (
-            input is self.input
-            and residual is self.residual
-            and weight is self.weight
-            and bias is self.bias
-            and options is self.options
-        ):
-            return self
-        return NormCall(input, residual, weight, bias, options)
+        return NormCall(input, residual, weight, bias, with_dense_offsets(self.options))
 
     def contiguous_call(self) -> NormCall:
         """Return this call with contiguous tensors in the dtypes that kernels support.

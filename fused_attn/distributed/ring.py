@@ -303,9 +303,8 @@ class BlockCall:
                 len(q), row0=queries.positions.start, key0=padded.start, head0=head0,
                 num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
             )  # fmt: skip
-        call = AttentionCall(q, k, v, own, options)
-        self._backend: Backend = select(problem_of(call, "lse"), backend)
-        self._call = self._backend.kernel_layout(call)
+        self._call = AttentionCall(q, k, v, own, options)
+        self._backend: Backend = select(problem_of(self._call, "lse"), backend)
 
     def forward(self, for_backward: bool) -> AttentionOutputs:
         """Return the partial result of the block."""
@@ -321,7 +320,6 @@ class BlockCall:
         """Return the gradients of the block, from the merged outputs of all query rows."""
         own = AttentionOutputs._make(t if t is None else t[:, :, self.rows] for t in outputs)
         grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
-        outputs = own.kernel_layout().without_none()
         grad_out = grad_out[:, :, self.rows]
-        work = AttentionBackward(self._call, outputs, grad_out, grad_lse, needs_bias)
+        work = AttentionBackward(self._call, own.without_none(), grad_out, grad_lse, needs_bias)
         return ops.attention_bwd(work, self._backend)

@@ -101,8 +101,6 @@ class _Attention(Function):
         if backend.accepts_unchecked and _runs_kernels(grad, grad_lse):
             grads = backend.attention_bwd(work)
         if grads is None:
-            call = call.kernel_layout()
-            work = work._replace(call=call, outputs=outputs.kernel_layout())
             grads = differentiated(
                 partial(ops.attention_bwd, work, backend), call, call.DIFFERENTIABLE,
                 (grad, grad_lse), reference.attention,
@@ -130,7 +128,7 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
         lse, lse_residual, *tensors = _saved(ctx)
-        call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
+        call, average = ctx.call.with_tensors(tensors), ctx.average
         needs_bias = _needs(ctx, _WEIGHTS_FIRST + _BIAS)
         work = WeightsBackward(call, lse, lse_residual, grad_weights, average, needs_bias)
         run = partial(ops.attention_weights_bwd, work, ctx.backend)

@@ -25,7 +25,7 @@ from fused_attn.call.handlers import (
 )
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import autograd
 from fused_attn.ops import library as ops
 from fused_attn.ops.seeds import new_seed
@@ -145,9 +145,9 @@ def run_attention(
         outputs = backend.attention_fwd(call, False, want_lse)
         assert outputs is not None  # validated calls are not refused
         return outputs[:2]
-    call = backend.kernel_layout(call)
     if not needs_grad(*call.tensors()):
         return ops.attention_fwd(call, backend, False, want_lse)[:2]
+    with_summaries(call.mask, backend.tile_summary)  # saved with the call, for the backward
     results = autograd.attention(call, backend, None, 2 if want_lse else 1)
     return results if want_lse else (results, None)
 
@@ -160,9 +160,9 @@ def run_weights(call: AttentionCall, average: bool, named: str | None) -> tuple[
     call = _seeded(call, backend)
     if backend.differentiable:
         return backend.attention_with_weights(call, average)
-    call = backend.kernel_layout(call)
     trains = needs_grad(*call.tensors())
     if trains:
+        with_summaries(call.mask, backend.tile_summary)
         out, lse, lse_residual = autograd.attention(call, backend, None, 3)
     else:
         out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)

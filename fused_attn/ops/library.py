@@ -65,10 +65,7 @@ def attention_fwd(
 
 
 def attention_bwd(work: AttentionBackward, backend: Backend) -> AttentionGradients:
-    """Compute the gradients of query, key, value and bias.
-
-    The call and the outputs are in `kernel_layout()`.
-    """
+    """Compute the gradients of query, key, value and bias."""
     call, outputs, grad_out, grad_lse, needs_bias = work
     if plain_eager(grad_out, grad_lse, *call.tensors()):
         return _accepted(backend.attention_bwd(work))
@@ -141,10 +138,8 @@ def _norm_gradients(work: NormBackward, backend: Backend) -> NormGradients:
 def _run_attention_fwd(
     call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
 ) -> Any:
-    _check_attention(call)
-    outputs = _accepted(
-        get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
-    )
+    call = _checked_attention(call)
+    outputs = _accepted(get_backend(backend).attention_fwd(call, for_backward, want_lse))
     if not for_backward and not want_lse:
         # Some backends return lse anyway. Drop it, to match the fake implementation.
         outputs = outputs._replace(lse=None)
@@ -162,7 +157,7 @@ def _run_attention_bwd(
     needs_bias: bool,
     backend: str,
 ) -> Any:
-    _check_attention(call)
+    call = _checked_attention(call)
     rows = call.query.shape[:3]
     shape = (*rows, call.value.shape[3])
     lows = [out_residual] if out.dtype.itemsize == 2 else []
@@ -174,8 +169,8 @@ def _run_attention_bwd(
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         got = _shapes(lse, lse_residual, grad_lse)
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}, got {got}")
-    outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
-    work = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
+    outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
+    work = AttentionBackward(call, outputs, grad_out, grad_lse, needs_bias)
     grads = _accepted(get_backend(backend).attention_bwd(work))
     return grads.without_none()
 
@@ -183,17 +178,16 @@ def _run_attention_bwd(
 def _run_attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: str
 ) -> Any:
-    _check_weights(call, lse, lse_residual)
-    return get_backend(backend).attention_weights(call.kernel_layout(), lse, lse_residual, average)
+    call = _checked_weights(call, lse, lse_residual)
+    return get_backend(backend).attention_weights(call, lse, lse_residual, average)
 
 
 def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
     work = WeightsBackward(call, *rest[:-1])
-    _check_weights(call, work.lse, work.lse_residual)
+    work = work._replace(call=_checked_weights(call, work.lse, work.lse_residual))
     if work.grad_weights.shape != call.weights_shape(work.average):
         shape, got = call.weights_shape(work.average), tuple(work.grad_weights.shape)
         raise ValueError(f"grad_weights must have shape {shape}, got {got}")
-    work = work._replace(call=call.kernel_layout())
     return get_backend(rest[-1]).attention_weights_bwd(work)
 
 
@@ -236,7 +230,8 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
 # validate their arguments before they call the ops.
 
 
-def _check_attention(call: AttentionCall) -> None:
+def _checked_attention(call: AttentionCall) -> AttentionCall:
+    """Check a call of an op, and return it in the layout that kernels read."""
     query, key, value, spec = call.query, call.key, call.value, call.mask
     if not query.dim() == key.dim() == value.dim() == 4:
         got = _shapes(query, key, value)
@@ -276,17 +271,19 @@ def _check_attention(call: AttentionCall) -> None:
         ):
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     _check_dropout(call)
+    return call.kernel_layout()
 
 
-def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> None:
+def _checked_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> AttentionCall:
     if call.mask.cu_seqlens_q is not None or call.mask.cu_seqlens_k is not None:
         raise ValueError(
             "attention weights are not available for packed sequences: pad the sequences"
         )
-    _check_attention(call)
+    call = _checked_attention(call)
     if any(t.shape != call.query.shape[:3] for t in (lse, lse_residual)):
         expected, got = tuple(call.query.shape[:3]), (tuple(lse.shape), tuple(lse_residual.shape))
         raise ValueError(f"lse and lse_residual must have shape {expected}, got {got}")
+    return call
 
 
 def _shapes(*tensors: Tensor | None) -> str:

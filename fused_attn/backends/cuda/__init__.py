@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_attn.backends import verdicts
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
-from fused_attn.backends.kernels import KernelBackend, readable
+from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits
 from fused_attn.call.calls import AttentionCall
@@ -56,7 +56,7 @@ class CudaBackend(KernelBackend):
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        return attention.attention_decode(readable(call, update.capacity), update)
+        return attention.attention_decode(self.readable(call, update.capacity), update)
 
 
 def _kernel_files() -> Iterator[Path]:

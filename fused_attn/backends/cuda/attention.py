@@ -24,7 +24,6 @@ from fused_attn.call.calls import (
     AttentionOutputs,
 )
 from fused_attn.call.kv_cache import CacheUpdate
-from fused_attn.masks.spec import with_summaries
 
 # Kernels load rows in chunks of CHUNK_BYTES. They compute offsets within a tile in 32 bits, which
 # limits the row stride to fewer than MAX_ROW_STRIDE elements.
@@ -175,8 +174,7 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
     the launch is reused only once the kernel has run, except on another stream.
     """
     query, key, value = (in_chunks(t) for t in (call.query, call.key, call.value))
-    spec = with_summaries(call.mask, tile_summary)
-    call = replace(call, query=query, key=key, value=value, mask=spec)
+    call, spec = replace(call, query=query, key=key, value=value), call.mask
     fields: dict[str, Any] = {"out": out}
     if spec.key_mask is not None:
         fields["key_mask_summary"] = tile_summary(spec.key_mask)

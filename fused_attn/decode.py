@@ -19,21 +19,20 @@ from fused_attn.call import handlers
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.keywords import refuse
 from fused_attn.call.kv_cache import (
-    CAUSAL,
     NO_GRAD,
     CacheUpdate,
     append,
     checked_update,
     contiguous_rows,
     new_rows,
+    spec_of_ends,
     with_cache_lengths,
 )
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.call.validation import attention_call, check_floats, checked_attention
+from fused_attn.call.validation import attention_call, check_floats
 from fused_attn.masks import Mask
-from fused_attn.masks.mask import UNLIMITED
-from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize
+from fused_attn.masks.spec import normalize
 from fused_attn.ops import dispatch
 from fused_attn.ops.rotary import Rotation, checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
@@ -167,9 +166,10 @@ def decode_attention(
     options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
-    want_lse, results = return_lse or sinks is not None, None
+    want_lse = return_lse or sinks is not None
+    results = None
     if attn_mask is None:
-        results = _attend_unchecked(query, update, rotation, is_causal, options, want_lse, backend)
+        results = _attend_on_cpu(query, update, rotation, is_causal, options, want_lse, backend)
     if results is None:
         mask = masks.as_mask(attn_mask)
         if rotation is not None and key is not None:
@@ -179,60 +179,6 @@ def decode_attention(
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
-
-
-def _attend_unchecked(
-    query: Tensor,
-    update: CacheUpdate,
-    rotation: Rotation | None,
-    is_causal: bool,
-    options: AttentionOptions,
-    want_lse: bool,
-    named: str | None,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Rotate and append new keys, and return out and lse of a step without attn_mask on the CPU.
-
-    Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
-    for a small step (8 heads, 400 keys, head_dim 64).
-    """
-    if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
-        return None
-    key_cache, value_cache = update.caches
-    if not options.prepare(query.shape[3]):
-        return None
-    mask: Mask | MaskSpec | None = CAUSAL if is_causal else None
-    if update.ends[0] != update.ends[1]:
-        lengths, seqlen_new = update.lengths, update.seqlen_new
-        integers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        ends = [length + seqlen_new for length in integers]
-        mask = _spec_of_ends(ends, query.shape[2], is_causal)
-    call = UncheckedAttention(query, key_cache, value_cache, mask, False, True, options)
-    chosen = backend_for_unchecked(call, query.device, named)
-    # Backends that wrap torch's kernels need finite values after the ends of sequences.
-    if chosen is None or chosen.wraps_torch:
-        return None
-    _append(update, rotation)
-    longest = update.ends[1]
-    call.key, call.value = (rows.narrow(2, 0, longest) for rows in contiguous_rows(update))
-    outputs = None if call.resolve_mask() is None else chosen.attention_fwd(call, False, want_lse)
-    if outputs is None:
-        return dispatch.run_attention(checked_attention(call)[0], chosen, want_lse)
-    return outputs.out, outputs.lse
-
-
-def _append(update: CacheUpdate, rotation: Rotation | None) -> None:
-    """Append new keys and values, and write rotated keys directly to the rows of the cache."""
-    if rotation is None or update.key is None or update.value is None:
-        append(update)
-        return
-    views = new_rows(update)
-    if views is None:
-        append(update._replace(key=rotate(update.key, rotation)))
-        return
-    rotate(update.key, rotation, out=views[0])
-    if not views[0].is_inference():
-        increment_version(views[0])
-    views[1].copy_(update.value)
 
 
 def _checked_tables(
@@ -271,22 +217,53 @@ def _rotation(
     return checked_rotation(tokens, cos, sin, positions, interleaved)
 
 
-def _spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:
-    """Build the MaskSpec of a decoding step on a CPU, faster than `normalize` does.
+def _attend_on_cpu(
+    query: Tensor,
+    update: CacheUpdate,
+    rotation: Rotation | None,
+    is_causal: bool,
+    options: AttentionOptions,
+    want_lse: bool,
+    named: str | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Rotate and append new keys, and return out and lse of a step without attn_mask on the CPU.
 
-    Args:
-        ends: number of visible keys for each sequence.
-        seqlen_q: number of queries of each sequence.
-        is_causal: apply a bottom-right causal mask.
+    Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
+    for a small step (8 heads, 400 keys, head_dim 64).
     """
-    columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
-    rows = []
-    for end in ends:
-        columns["key_end"] = end
-        if is_causal:
-            columns["band_hi"] = end - seqlen_q
-        rows.append([columns.get(name, 0) for name in BOUNDS])
-    return MaskSpec(bounds=torch.tensor(rows), by_query=is_causal)
+    if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
+        return None
+    if not options.prepare(query.shape[3]):
+        return None
+    spec = spec_of_ends(update, query, is_causal)
+    call = UncheckedAttention(query, *update.caches, spec, False, True, options)
+    backend = backend_for_unchecked(call, query.device, named)
+    # Backends that wrap torch's kernels need finite values after the ends of sequences.
+    if backend is None or backend.wraps_torch:
+        return None
+    _rotate_and_append(update, rotation)
+    call.key, call.value = (rows.narrow(2, 0, update.ends[1]) for rows in contiguous_rows(update))
+    call.resolve_mask()
+    outputs = backend.attention_fwd(call, False, want_lse)
+    if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
+        outputs = backend.attention_fwd(call.validated(), False, want_lse)
+    assert outputs is not None
+    return outputs.out, outputs.lse
+
+
+def _rotate_and_append(update: CacheUpdate, rotation: Rotation | None) -> None:
+    """Append new values and rotated keys, which are written directly to their rows if possible."""
+    if rotation is None or update.key is None or update.value is None:
+        append(update)
+        return
+    views = new_rows(update)
+    if views is None:
+        append(update._replace(key=rotate(update.key, rotation)))
+        return
+    rotate(update.key, rotation, out=views[0])
+    if not views[0].is_inference():
+        increment_version(views[0])
+    views[1].copy_(update.value)
 
 
 def _attend(

@@ -18,8 +18,9 @@ from fused_attn.call.validation import (
     check_like_query,
     check_same,
 )
-from fused_attn.masks import Mask
+from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.masks.memo import recall, recall_on_tensor
+from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec, normalize
 
 CAUSAL = masks.causal("bottom_right")
 NO_GRAD = (
@@ -220,6 +221,33 @@ def with_cache_lengths(
     if mask is None:
         return recall_on_tensor(lengths, key, [lengths], make)
     return recall(mask.memo, key, [lengths], lengths.device, make)
+
+
+def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpec:
+    """Return the MaskSpec of a step without attn_mask, on a CPU, faster than `normalize` does.
+
+    Keys and values end at the longest sequence, so it has no padding if all have one length.
+
+    Args:
+        update: its `ends` are known.
+        is_causal: apply a bottom-right causal mask.
+    """
+    assert update.ends is not None
+    shortest, longest = update.ends
+    batch, num_heads, seqlen_q, _ = query.shape
+    if shortest == longest:
+        if not is_causal:
+            return NO_MASK
+        return normalize(CAUSAL, batch, num_heads, seqlen_q, longest, query)
+    lengths = update.lengths
+    columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
+    rows = []
+    for length in lengths.tolist() if isinstance(lengths, Tensor) else lengths:
+        columns["key_end"] = end = length + update.seqlen_new
+        if is_causal:
+            columns["band_hi"] = end - seqlen_q
+        rows.append([columns.get(name, 0) for name in BOUNDS])
+    return MaskSpec(bounds=torch.tensor(rows), by_query=is_causal)
 
 
 # ---- rows of a cache ----------------------------------------------------------------------------

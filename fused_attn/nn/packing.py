@@ -63,7 +63,7 @@ class Packing:
     max_seqlen: int
     mask: Mask
 
-    def arguments(self) -> dict[str, Any]:
+    def varlen_arguments(self) -> dict[str, Any]:
         """Return the arguments of varlen_attention that describe the sequences."""
         return {
             "cu_seqlens_q": self.cu_seqlens,

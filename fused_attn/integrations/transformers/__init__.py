@@ -5,7 +5,7 @@
 
     models.py        which models are supported, and how to switch a model
     attention.py     the attention function that each layer calls
-    paged.py         arguments of the attention in continuous batching
+    packed.py        arguments of the attention for packed tokens
     masks.py         the mask function that the library calls once per forward pass
     model_mask.py    the tensor stand-in for a Mask that is passed through the model
     encoders.py      BERT-like encoders that remove padding
@@ -24,10 +24,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+NAME = "fused_attn"  # name of the attention implementation
+
 # Maps each public name to the file that defines it. Names are imported on first access, because
-# most of these files import transformers. encoders.py does not; other parts of the package use it.
+# these files import transformers.
 _HOMES = {
-    "NAME": "encoders",
     "attention_forward": "attention",
     "attention_mask": "masks",
     "padded_stacks": "models",

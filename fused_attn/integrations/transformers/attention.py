@@ -17,9 +17,12 @@ from torch.nn import Module
 
 from fused_attn import functional, masks
 from fused_attn.call.handlers import heads
-from fused_attn.integrations.transformers.encoders import PACKING, arguments_of
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
-from fused_attn.integrations.transformers.paged import packed_arguments
+from fused_attn.integrations.transformers.packed import (
+    PACKING,
+    batching_arguments,
+    encoder_arguments,
+)
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
@@ -92,13 +95,13 @@ def attention_forward(
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "softcap": softcap}
     options["sinks"] = None if s_aux is None else s_aux.flatten()
     if isinstance(attention_mask, Packing):
-        options |= attention_mask.arguments()
+        options |= attention_mask.varlen_arguments()
         return _attend_packed(module, query, key, value, options), None
     refused = {
         "attention_mask": attention_mask, "position_bias": position_bias, "indices": indices,
         "is_causal=False": True if is_causal is False else None,
     }  # fmt: skip
-    packed = packed_arguments(kwargs, sliding_window, refused)
+    packed = batching_arguments(kwargs, sliding_window, refused)
     if packed is not None:
         return _attend_packed(module, query, key, value, options | packed), None
     is_unmasked = is_causal is False and attention_mask is None
@@ -114,7 +117,7 @@ def attention_forward(
             "indices": indices is not None,
             "causal attention": bool(is_causal) and mask is None,
         }
-        packed = arguments_of(kwargs[PACKING], mask, sliding_window, unsupported)
+        packed = encoder_arguments(kwargs[PACKING], mask, sliding_window, unsupported)
         return _attend_packed(module, query, key, value, options | packed), None
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if isinstance(mask, Tensor) and mask.dim() == 2:

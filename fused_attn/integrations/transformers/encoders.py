@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from fused_attn import masks
 from fused_attn.base.torch_state import is_compiling
-from fused_attn.masks import Mask
+from fused_attn.integrations.transformers import NAME
+from fused_attn.integrations.transformers.packed import PACKING
 from fused_attn.nn.packing import (
     TOKENWISE_MODULES,
     Packing,
@@ -36,9 +36,6 @@ from fused_attn.nn.packing import (
     packing_of,
     saves_time,
 )
-
-NAME = "fused_attn"  # name of the attention implementation
-PACKING = "fused_attn_packing"  # keyword argument that passes a Packing to the attention
 
 # Arguments of decoders, which attend to a cache or to another model.
 _OF_DECODERS = {"cache", "past_key_values", "encoder_hidden_states"}
@@ -369,43 +366,3 @@ def _zeroed(output: Any, real: Tensor) -> Any:
         return (output[0].masked_fill(padding, 0.0), *output[1:])
     output.last_hidden_state = output.last_hidden_state.masked_fill(padding, 0.0)
     return output
-
-
-# ---- attention ----------------------------------------------------------------------------------
-
-
-def arguments_of(
-    packing: Packing, mask: Any, window: int | None, refused: dict[str, bool]
-) -> dict[str, Any]:
-    """Return the arguments of varlen_attention for a layer of a PackedModel.
-
-    Args:
-        packing: the packing of the batch.
-        mask: the Mask that transformers made for the packed batch, or None. In a compiled graph, it
-            is a dense tensor, which is not read.
-        window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
-            of a query, plus one. None means no limit.
-        refused: features that packed batches do not support; True for those that the layer uses.
-
-    Raises:
-        NotImplementedError: the layer uses a refused feature, or its mask is not that of its
-            window.
-    """
-    names = [name for name, given in refused.items() if given]
-    own = _window(window)
-    if mask is not None and not is_compiling():
-        known = isinstance(mask, Mask) and not mask.tensors()
-        if not known or mask.conditions() != own.conditions():
-            names.append("masks other than windows")
-    if names:
-        raise NotImplementedError(
-            f"fused_attn cannot pack padded batches of models with {', '.join(names)}: pass "
-            "remove_padding=False to swap_modules"
-        )
-    return packing.arguments() | {"attn_mask": own}
-
-
-@functools.cache
-def _window(window: int | None) -> Mask:
-    """Return the mask of a window; the same in each layer, because it caches what kernels need."""
-    return Mask() if window is None else masks.sliding_window(window - 1, window - 1)

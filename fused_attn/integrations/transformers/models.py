@@ -23,8 +23,9 @@ from transformers import (
 
 from fused_attn.base.behind_import import behind_import
 from fused_attn.integrations.bytecode import keywords_in, methods_of, names_in
+from fused_attn.integrations.transformers import NAME
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
-from fused_attn.integrations.transformers.encoders import NAME, PackedEncoder, packing_class
+from fused_attn.integrations.transformers.encoders import PackedEncoder, packing_class
 from fused_attn.integrations.transformers.masks import attention_mask
 
 # Name under which modeling files import the AttentionInterface.

@@ -1,0 +1,99 @@
+"""Arguments of varlen_attention for layers of transformers models that run on packed tokens.
+
+- Encoders pack padded batches (encoders.py).
+- In continuous batching, `model.generate_batch`, the new tokens of all requests are packed into one
+  sequence. Before each attention, the paged cache of transformers stores their keys and values, and
+  returns the packed keys and values of all tokens that the requests attend to. Nothing is padded,
+  and no mask tensor is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fused_attn import masks
+from fused_attn.base.torch_state import is_compiling
+from fused_attn.masks import Mask
+from fused_attn.nn.packing import Packing
+
+PACKING = "fused_attn_packing"  # keyword argument that passes a Packing to the attention
+
+
+def encoder_arguments(
+    packing: Packing, mask: Any, window: int | None, refused: dict[str, bool]
+) -> dict[str, Any]:
+    """Return the arguments of varlen_attention for a layer of a PackedModel.
+
+    Args:
+        packing: the packing of the batch.
+        mask: the Mask that transformers made for the packed batch, or None. In a compiled graph, it
+            is a dense tensor, which is not read.
+        window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
+            of a query, plus one. None means no limit.
+        refused: features that packed batches do not support; True for those that the layer uses.
+
+    Raises:
+        NotImplementedError: the layer uses a refused feature, or its mask is not that of its
+            window.
+    """
+    names = [name for name, given in refused.items() if given]
+    own = _window(window)
+    if mask is not None and not is_compiling():
+        known = isinstance(mask, Mask) and not mask.tensors()
+        if not known or mask.conditions() != own.conditions():
+            names.append("masks other than windows")
+    if names:
+        raise NotImplementedError(
+            f"fused_attn cannot pack padded batches of models with {', '.join(names)}: pass "
+            "remove_padding=False to swap_modules"
+        )
+    return packing.varlen_arguments() | {"attn_mask": own}
+
+
+@functools.cache
+def _window(window: int | None) -> Mask:
+    """Return the mask of a window; the same in each layer, because it caches what kernels need."""
+    return Mask() if window is None else masks.sliding_window(window - 1, window - 1)
+
+
+def batching_arguments(
+    kwargs: dict[str, Any], window: int | None, refused: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return arguments of varlen_attention for a layer in continuous batching.
+
+    Args:
+        kwargs: the keyword arguments that transformers passes to the attention of the layer.
+        window: number of keys that a query attends to, including its token; None means all.
+        refused: arguments of the layer by name, which must be None.
+
+    Returns:
+        Lengths and mask of the batch; None if kwargs are not those of continuous batching.
+
+    Raises:
+        NotImplementedError: an argument is not supported in continuous batching.
+    """
+    if kwargs.get("write_index") is None:
+        return None
+    refused = {**refused, "block_table": kwargs.get("block_table")}
+    for name, argument in refused.items():
+        if argument is not None:
+            raise NotImplementedError(
+                f"fused_attn does not support {name} in continuous batching of transformers"
+            )
+    return {
+        "cu_seqlens_q": kwargs["cu_seq_lens_q"],
+        "cu_seqlens_k": kwargs["cu_seq_lens_k"],
+        "max_seqlen_q": kwargs["max_length_q"],
+        "max_seqlen_k": kwargs["max_length_k"],
+        "attn_mask": _newest_last(window),
+    }
+
+
+@functools.cache
+def _newest_last(window: int | None) -> Mask:
+    """Return the mask of queries that are the newest tokens of their sequences.
+
+    The Mask is the same object in each layer and step, because it caches its kernel-level form.
+    """
+    return masks.sliding_window(-1 if window is None else window - 1, 0, align="bottom_right")

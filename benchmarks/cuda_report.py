@@ -26,8 +26,8 @@ from fused_attn import masks
 from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
 from fused_attn.backends.verdicts import WIDTHS
-from fused_attn.call.calls import AttentionBackward, AttentionCall, NormBackward, NormCall
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionOptions
+from fused_attn.call.norm import NormBackward, NormCall, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
 

@@ -1,5 +1,4 @@
-// Reads Python calls (fused_attn/call/calls.py) into the structs of params.h: masks, operands and
-// options.
+// Reads Python calls (fused_attn/call) into the structs of params.h: masks, operands and options.
 #pragma once
 
 #include <algorithm>

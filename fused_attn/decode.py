@@ -16,7 +16,7 @@ from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad, plain_eager
 from fused_attn.call import handlers
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
 from fused_attn.call.keywords import refuse
 from fused_attn.call.kv_cache import (
     NO_GRAD,
@@ -28,8 +28,6 @@ from fused_attn.call.kv_cache import (
     spec_of_ends,
     with_cache_lengths,
 )
-from fused_attn.call.options import AttentionOptions
-from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import attention_call, check_floats
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize

@@ -8,10 +8,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from fused_attn import masks
+from fused_attn.call.attention import AttentionOptions, UncheckedAttention
 from fused_attn.call.keywords import refuse
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.norm import NormOptions, UncheckedNorm
 from fused_attn.call.packed import packed_spec
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import check_floats
 from fused_attn.masks import Mask
 from fused_attn.ops import dispatch, rotary, small

@@ -7,17 +7,15 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fused_attn.backends.problem import Problem
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormBackward,
-    NormGradients,
-    NormOutputs,
     WeightsBackward,
 )
 from fused_attn.call.kv_cache import CacheUpdate
+from fused_attn.call.norm import NormBackward, NormGradients, NormOutputs
 
 Extent = Literal["all", "some", "none"]
 

@@ -17,18 +17,15 @@ from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.base.layout import contiguous, kernel_strides, laid_out_like
 from fused_attn.base.threads import num_threads
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormGradients,
-    NormOutputs,
+    UncheckedAttention,
     WeightsBackward,
 )
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs, UncheckedNorm
 from fused_attn.masks.spec import NO_MASK
 
 try:

@@ -10,14 +10,13 @@ from torch import Tensor
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormCall,
-    NormOutputs,
 )
+from fused_attn.call.norm import NormCall, NormOutputs
 
 
 class EagerBackend(Backend):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.attention import AttentionCall
+from fused_attn.call.norm import NormCall
 
 # Values of enum DType in csrc/params.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

@@ -9,17 +9,14 @@ from torch import Tensor
 from fused_attn.backends import reference, verdicts, weights_bwd
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import NormProblem, Problem
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormGradients,
-    NormOutputs,
     WeightsBackward,
 )
+from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs
 from fused_attn.call.options import with_dense_offsets
 from fused_attn.masks.spec import with_summaries
 from fused_attn.masks.tables import without_tables

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from fused_attn.base.torch_state import dtype_name, needs_grad, transformed
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.attention import AttentionCall
+from fused_attn.call.norm import NormCall
 from fused_attn.masks.band import Band, band_of
 
 LARGE_SCORES = 256 << 20  # bytes

@@ -15,13 +15,8 @@ from torch import Tensor
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call import packed
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-    AttentionGradients,
-    NormCall,
-    NormOutputs,
-)
+from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionGradients
+from fused_attn.call.norm import NormCall, NormOutputs
 from fused_attn.masks.materialize import materialize
 
 

@@ -22,7 +22,8 @@ from fused_attn.backends.problem import NormProblem, Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
 from fused_attn.base.torch_state import is_compiling
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.attention import UncheckedAttention
+from fused_attn.call.norm import UncheckedNorm
 
 # In order of preference. eager supports every problem, so it is last.
 BACKENDS: dict[str, Backend] = {

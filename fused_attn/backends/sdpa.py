@@ -15,14 +15,9 @@ from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
 from fused_attn.base.torch_state import FLOATS, is_compiling, needs_grad, traced_as_constant
 from fused_attn.call import packed
-from fused_attn.call.calls import (
-    AttentionCall,
-    AttentionOutputs,
-    NormCall,
-    NormOutputs,
-    with_options,
-)
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.attention import AttentionCall, AttentionOutputs, UncheckedAttention
+from fused_attn.call.norm import NormCall, NormOutputs, UncheckedNorm
+from fused_attn.call.options import with_options
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch_arguments
 

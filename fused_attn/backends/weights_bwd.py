@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import WeightsBackward
+from fused_attn.call.attention import WeightsBackward
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.restrict import of_heads
 

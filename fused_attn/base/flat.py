@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -131,11 +131,28 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
     return cls
 
 
+class Empty(Protocol):
+    """Function that allocates an uninitialized tensor with the given strides."""
+
+    def __call__(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor: ...
+
+
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialized tensor: the default allocator of calls (`calls.Empty`)."""
+    """Allocate an uninitialized tensor: the default allocator of calls."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor, or an empty tensor on the device of `like` if it is None."""
+    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 
 def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from fused_attn.base.torch_state import PLAIN_TYPES
 from fused_attn.masks import Mask
 
 if TYPE_CHECKING:
-    from fused_attn.call.unchecked import UncheckedAttention
+    from fused_attn.call.attention import UncheckedAttention
 
 
 class Handler(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.base.torch_state import host_readable, savable
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 from fused_attn.call.validation import check_integers, check_length, check_same
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_on_tensor

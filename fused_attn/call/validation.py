@@ -16,9 +16,8 @@ from torch import Tensor
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
 from fused_attn.base.torch_state import FLOATS, is_compiling, is_intercepted
-from fused_attn.call.calls import AttentionCall, NormCall
-from fused_attn.call.options import AttentionOptions
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
+from fused_attn.call.norm import NormCall, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of
 from fused_attn.masks.tensors import known_mask

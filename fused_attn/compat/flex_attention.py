@@ -38,7 +38,7 @@ from torch.nn.attention.flex_attention import (
 from torch.overrides import TorchFunctionMode
 
 from fused_attn import functional, masks
-from fused_attn.call.options import default_scale
+from fused_attn.call.attention import default_scale
 from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
 
 __all__ = [

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import problem_of, select
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.distributed.ranks import Ranks
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.distributed.shards import attention_offsets

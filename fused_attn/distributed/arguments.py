@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn.base.autocast import autocast
 from fused_attn.base.shapes import Canonical, canonical
 from fused_attn.base.torch_state import FLOATS
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionOptions
 from fused_attn.call.packed import packed_spec
 from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import agreed, learned

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import transformed
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionOptions
 from fused_attn.distributed.all_to_all import HeadExchange, attend_to_all
 from fused_attn.distributed.arguments import (
     Arguments,

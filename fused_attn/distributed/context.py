@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
 from fused_attn.call import handlers
-from fused_attn.call.unchecked import UncheckedAttention
+from fused_attn.call.attention import UncheckedAttention
 from fused_attn.distributed.arguments import METHODS, Arguments, Method
 from fused_attn.distributed.attention import attend, with_seed
 from fused_attn.distributed.balance import balanced

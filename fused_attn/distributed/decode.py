@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_attn.base.torch_state import FLOATS, host_readable, plain_eager
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.attention import AttentionCall, AttentionOptions, AttentionOutputs
 from fused_attn.call.kv_cache import (
     check_decode_tensors,
     checked_cache_lengths,
     with_cache_lengths,
 )
-from fused_attn.call.options import AttentionOptions
 from fused_attn.distributed.agreement import agreed
 from fused_attn.distributed.arguments import check_positions
 from fused_attn.distributed.checksum import checksum

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import PLAIN_TYPES
-from fused_attn.call.calls import AttentionCall, NormCall, with_options
+from fused_attn.call.attention import AttentionCall, UncheckedAttention
 from fused_attn.call.handlers import is_dtensor, tensors_of
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.norm import NormCall, UncheckedNorm
+from fused_attn.call.options import with_options
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks import Mask

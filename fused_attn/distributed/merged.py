@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionOutputs
+from fused_attn.call.attention import AttentionOutputs
 
 _INF = float("inf")
 _MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)

@@ -23,8 +23,12 @@ from torch.autograd import Function
 from fused_attn.backends import Backend, problem_of, select
 from fused_attn.base.philox import DECISIONS
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionBackward, AttentionCall, AttentionOutputs
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionOptions,
+    AttentionOutputs,
+)
 from fused_attn.distributed.merged import MergedOutputs
 from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fused_attn.call.attention import AttentionOptions, UncheckedAttention
 from fused_attn.call.handlers import handler_of
-from fused_attn.call.options import AttentionOptions
-from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import checked_attention
 from fused_attn.masks import Mask
 from fused_attn.ops import dispatch

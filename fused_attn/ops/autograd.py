@@ -17,15 +17,13 @@ from torch.autograd import Function
 from fused_attn.backends import Backend, reference
 from fused_attn.base.flat import FlatT
 from fused_attn.base.torch_state import is_compiling, plain_eager
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormOutputs,
     WeightsBackward,
 )
+from fused_attn.call.norm import NormBackward, NormCall, NormOutputs
 from fused_attn.ops import library as ops
 from fused_attn.ops.second_order import differentiated
 

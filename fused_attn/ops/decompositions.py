@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fused_attn.backends import reference
 from fused_attn.base.namespace import OPS
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.attention import AttentionCall, AttentionOutputs
+from fused_attn.call.norm import NormCall, NormOutputs
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:

@@ -14,8 +14,8 @@ from torch import Tensor
 from fused_attn.backends import Backend, problem_of, select
 from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
+from fused_attn.call.attention import AttentionCall, UncheckedAttention
 from fused_attn.call.call_counts import counting
-from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.handlers import (
     check_no_dtensors,
     dtensors,
@@ -23,7 +23,8 @@ from fused_attn.call.handlers import (
     is_dtensor,
     tensors_of,
 )
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.norm import NormCall, UncheckedNorm
+from fused_attn.call.options import with_options
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import autograd

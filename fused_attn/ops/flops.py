@@ -12,7 +12,7 @@ from typing import Any
 
 from fused_attn.base.behind_import import behind_import
 from fused_attn.base.namespace import OPS
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 
 
 def _products(shapes: tuple[Any, ...]) -> tuple[int, int]:

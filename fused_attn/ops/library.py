@@ -16,17 +16,14 @@ from fused_attn.backends import Backend, get_backend
 from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
 from fused_attn.base.torch_state import plain_eager
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormBackward,
-    NormCall,
-    NormGradients,
-    NormOutputs,
     WeightsBackward,
 )
+from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_heads, check_length
 from fused_attn.masks.fields import TENSORS

@@ -25,8 +25,7 @@ from fused_attn.backends.registry import wanted_backend
 from fused_attn.backends.verdicts import ProblemClass, classes_of
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.decode import decode_attention
 from fused_attn.functional import varlen_attention
 from fused_attn.masks import Mask

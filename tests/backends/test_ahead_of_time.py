@@ -22,14 +22,9 @@ from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
 from fused_attn.backends import get_backend
 from fused_attn.backends.triton.tuning import WIDTHS
-from fused_attn.call.calls import (
-    AttentionBackward,
-    AttentionCall,
-    NormBackward,
-    NormCall,
-    with_options,
-)
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionOptions
+from fused_attn.call.norm import NormBackward, NormCall, NormOptions
+from fused_attn.call.options import with_options
 from fused_attn.masks.spec import normalize
 
 BACKEND = get_backend("triton")

@@ -14,8 +14,7 @@ from helpers import device_of
 from fused_attn.backends import AttentionProblem, get_backend
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 DEVICE = device_of("cuda")

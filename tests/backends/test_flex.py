@@ -27,8 +27,7 @@ from fused_attn.backends import AttentionProblem, flex, get_backend, problem_of,
 from fused_attn.backends.flex import compiled, variant_of
 from fused_attn.backends.flex import operands as operands_file
 from fused_attn.backends.flex.functions import attend, mask_function, score_function
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize, spec_of
 

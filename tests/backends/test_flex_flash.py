@@ -17,8 +17,7 @@ from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import flash, variant_of
 from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.packed import packed_spec
 from fused_attn.masks.spec import normalize
 

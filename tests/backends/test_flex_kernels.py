@@ -17,8 +17,7 @@ from helpers import Reference, exact_in_16_bits
 
 from fused_attn import masks
 from fused_attn.backends import reference
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.packed import packed_spec
 from fused_attn.masks.spec import normalize
 

@@ -24,7 +24,7 @@ from fused_attn.backends.triton.launch import launch
 from fused_attn.backends.triton.masks import Sizes, sequence_bounds
 from fused_attn.backends.triton.spec_args import mask_args
 from fused_attn.backends.triton.tiles import query_tiles
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionOptions
 from fused_attn.call.validation import attention_call
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize

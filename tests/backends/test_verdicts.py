@@ -28,9 +28,7 @@ from fused_attn.backends import (
     verdicts,
 )
 from fused_attn.backends.verdicts import ClassVerdict, ProblemClass
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
-from fused_attn.call.unchecked import UncheckedAttention
+from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
 from fused_attn.masks.spec import normalize
 from fused_attn.ops import dispatch
 from fused_attn.tools.cases import MASKS, Shape, make_mask

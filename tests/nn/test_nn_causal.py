@@ -10,7 +10,7 @@ from nn_helpers import BATCH, EMBED, HEADS, LEN_Q, causal_bias, perturb, randn
 
 import fused_attn.nn as fnn
 from fused_attn import masks
-from fused_attn.call import unchecked, validation
+from fused_attn.call import attention, validation
 from fused_attn.masks import memo, recognize
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.masks.spec import spec_of
@@ -107,7 +107,7 @@ def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
         return spec_of(mask, is_causal, *args)
 
     monkeypatch.setattr(validation, "normalize", spy)
-    for module in (unchecked, validation):
+    for module in (attention, validation):
         monkeypatch.setattr(module, "spec_of", spy_unchecked)
     x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)
     layer = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}

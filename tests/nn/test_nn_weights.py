@@ -28,8 +28,7 @@ from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.base import philox
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import library as ops

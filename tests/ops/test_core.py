@@ -21,8 +21,8 @@ from fused_attn.backends import (
 )
 from fused_attn.backends.fields import check_fields
 from fused_attn.base.flat import flattens
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions, AttentionOutputs
+from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.masks.spec import MaskSpec
 
 

@@ -20,8 +20,7 @@ from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.backends.verdicts import WIDTHS
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]

@@ -14,8 +14,7 @@ from hostile_calls import ints, resized
 import fused_attn.functional as F
 from fused_attn.backends import cuda
 from fused_attn.backends.cpp import _cpu
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import NO_MASK, MaskSpec
 
 

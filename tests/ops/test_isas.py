@@ -19,8 +19,7 @@ from norm_cases import norm, tensors_of
 
 from fused_attn import functional, masks
 from fused_attn.backends import cpp, get_backend
-from fused_attn.call.calls import NormCall
-from fused_attn.call.options import NormOptions
+from fused_attn.call.norm import NormCall, NormOptions
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

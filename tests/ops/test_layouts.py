@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_attn import functional as F
 from fused_attn import masks, nn, varlen_attention
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 BATCH, HEADS, SEQLEN, DIM = SHAPE = (2, 3, 5, 8)

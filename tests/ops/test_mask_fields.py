@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fused_attn.backends.registry import get_backend
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
 from fused_attn.masks.materialize import materialize

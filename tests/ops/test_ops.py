@@ -16,8 +16,8 @@ from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import get_backend
 from fused_attn.base import philox
-from fused_attn.call.calls import AttentionCall, NormCall
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
+from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.masks import spec as mask_spec
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import library as ops

@@ -11,8 +11,8 @@ from helpers import BACKENDS, DTYPES, Reference, device_of, drawn
 
 from fused_attn.backends import get_backend, problem_of, reference, select
 from fused_attn.backends.flash import _choice as flash_refusals
-from fused_attn.call.calls import AttentionBackward, AttentionCall, with_options
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionOptions
+from fused_attn.call.options import with_options
 from fused_attn.distributed.merged import MergedOutputs
 from fused_attn.masks.spec import MaskSpec, with_summaries
 

@@ -11,8 +11,9 @@ from helpers import BACKENDS, assert_like_eager, device_of, random_qkv
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend, problem_of
 from fused_attn.base import philox
-from fused_attn.call.calls import AttentionCall, NormCall, with_options
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
+from fused_attn.call.norm import NormCall, NormOptions
+from fused_attn.call.options import with_options
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import dispatch

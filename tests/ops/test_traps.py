@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from fused_attn.backends.cpp import _cpu
 from fused_attn.backends.fields import DTYPES
 from fused_attn.base.threads import num_threads
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 

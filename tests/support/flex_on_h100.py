@@ -20,7 +20,7 @@ from lower_for_h100 import Lowering
 from torch import Tensor
 
 from fused_attn.backends.flex import variant_of
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 
 HERE = Path(__file__).parent
 _HEURISTICS = re.compile(r"@triton_heuristics\.\w+\((.*?)\n\)\n(?=@triton\.jit)", re.DOTALL)

@@ -23,8 +23,7 @@ from torch import Tensor
 import fused_attn
 from fused_attn.backends.flex import variant_of
 from fused_attn.backends.flex.functions import mask_function, score_function
-from fused_attn.call.calls import AttentionCall
-from fused_attn.call.options import AttentionOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.compat import flash_attn, flex_attention
 from fused_attn.compat.xformers.ops import fmha
 from fused_attn.masks import as_mask

@@ -22,8 +22,8 @@ import fused_attn
 from fused_attn import masks, nn
 from fused_attn.backends import cpp, cuda
 from fused_attn.base import small_calls
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.call.options import AttentionOptions, NormOptions
+from fused_attn.call.attention import AttentionCall, AttentionOptions, AttentionOutputs
+from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.compat import flash_attn, flex_attention, xformers
 from fused_attn.masks.spec import MaskSpec
 

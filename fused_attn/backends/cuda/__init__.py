@@ -19,7 +19,7 @@ from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use
 from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
 
 __all__ = ["CudaBackend", "emulated", "use_module"]

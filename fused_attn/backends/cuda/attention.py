@@ -17,7 +17,7 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import empty_summary
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,

@@ -12,7 +12,8 @@ import torch
 
 from fused_attn.backends.fields import check_fields
 from fused_attn.base.namespace import NAMESPACE
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.attention import AttentionCall
+from fused_attn.call.norm import NormCall
 
 try:
     from fused_attn import _cuda

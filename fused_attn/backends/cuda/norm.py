@@ -6,7 +6,7 @@ from typing import Any
 
 from fused_attn.backends.cuda.module import compiled, num_multiprocessors, run
 from fused_attn.base.layout import rows_in_place
-from fused_attn.call.calls import NormBackward, NormCall, NormGradients, NormOutputs
+from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:

@@ -29,7 +29,7 @@ from fused_attn.backends.flash.plan import Layout, MaskPlan, layout_of, plan_of
 from fused_attn.backends.kernels import EngineBackend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.attention import AttentionCall, AttentionOutputs
 from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks import band
 

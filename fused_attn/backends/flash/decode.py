@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_attn.backends.flash.engines import FlashAttention2, masked_lse
 from fused_attn.backends.flash.plan import MaskPlan, plan_of
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks.band import band_of
 from fused_attn.masks.memo import recall_on_tensor

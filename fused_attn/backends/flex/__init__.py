@@ -24,7 +24,7 @@ from fused_attn.backends.machine import HAS_TRITON, too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, kernel_limits
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.attention import AttentionCall, AttentionOutputs
 
 if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
     from fused_attn.backends.flex.functions import Variant

@@ -13,7 +13,7 @@ from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend
 from fused_attn.backends.machine import capability_of
 from fused_attn.backends.problem import NormProblem, Problem
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 
 PACKAGE = "flash-attn-4"
 # The first version without a race in the backward with block lists. The race made gradients wrong

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.attention import AttentionCall
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.intervals import BlockLists, Rows, block_lists, intervals_of, unmasked_keys
 from fused_attn.masks.memo import recall, recall_on_tensor

@@ -38,7 +38,7 @@ from fused_attn.backends.triton.tuning import (
 from fused_attn.backends.triton.weights import attention_weights_kernel
 from fused_attn.base.layout import kernel_strides
 from fused_attn.base.philox import dropout_scale, dropout_threshold
-from fused_attn.call.calls import (
+from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
     AttentionGradients,

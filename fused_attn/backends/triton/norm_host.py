@@ -12,7 +12,7 @@ from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, Matrix, Runs, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.base.layout import rows_in_place
 from fused_attn.base.philox import dropout_scale, dropout_threshold
-from fused_attn.call.calls import NormBackward, NormCall, NormGradients, NormOutputs
+from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from fused_attn import masks
 from fused_attn.backends import problem_of, select
+from fused_attn.backends.cpp import pooled
 from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad, plain_eager
@@ -240,7 +241,7 @@ def _attend_on_cpu(
     if backend is None or backend.wraps_torch:
         return None
     _rotate_and_append(update, rotation)
-    call.key, call.value = (rows.narrow(2, 0, update.ends[1]) for rows in contiguous_rows(update))
+    call.key, call.value = contiguous_rows(update, update.ends[1], pooled)
     call.resolve_mask()
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
@@ -291,7 +292,7 @@ def _attend(
                     increment_version(cache)
             return results
     append(update)
-    keys, values = contiguous_rows(update)
+    keys, values = contiguous_rows(update, update.capacity)
     call = replace(call, key=keys, value=values)
     if chosen.wraps_torch:
         call = _for_torch(call, update, mask, attn_mask is None, is_causal)

@@ -84,7 +84,7 @@ class CppBackend(Backend):
         columns = input.shape[-1]
         rows = input.numel() // columns
         if out is None:
-            out = _pooled(*contiguous(input.shape), input.dtype, input.device)
+            out = pooled(*contiguous(input.shape), input.dtype, input.device)
         _cpu.activation(
             input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
             rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
@@ -105,7 +105,7 @@ class CppBackend(Backend):
         out: Tensor | None,
     ) -> Tensor:
         if out is None:
-            out = _pooled(*laid_out_like(input, input.shape), input.dtype, input.device)
+            out = pooled(*laid_out_like(input, input.shape), input.dtype, input.device)
         _cpu.rotary(
             input, cos, sin, positions, interleaved, per_dimension, backward, out, num_threads()
         )
@@ -145,7 +145,7 @@ class CppBackend(Backend):
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(average, _pooled)
+        weights = call.weights(average, pooled)
         call, fields = _weights_fields(call, lse, lse_residual)
         threads = num_threads()
         _cpu.attention_weights(
@@ -155,7 +155,7 @@ class CppBackend(Backend):
 
     def attention_weights_bwd(self, work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
         call, lse, lse_residual, grad_weights, average, needs_bias = work
-        grads = call.gradients(needs_bias, _pooled)
+        grads = call.gradients(needs_bias, pooled)
         grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
@@ -218,7 +218,7 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tens
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
 
 
-def _pooled(
+def pooled(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Allocate an uninitialized tensor. Large tensors come from the workspace pool."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
+from fused_attn.base.flat import Empty, empty_strided
+from fused_attn.base.layout import contiguous
 from fused_attn.base.torch_state import PLAIN_TYPES, plain_eager
 from fused_attn.call.validation import (
     check_floats,
@@ -286,29 +288,39 @@ def new_rows(update: CacheUpdate) -> list[Tensor] | None:
     return [cache.narrow(2, ends[0] - new, new) for cache in update.caches]
 
 
-def contiguous_rows(update: CacheUpdate) -> list[Tensor]:
-    """Return keys and values of `capacity` rows, (batch, num_heads_kv, capacity, dim).
+def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_strided) -> list[Tensor]:
+    """Return the first `count` keys and values of each sequence, (batch, num_heads_kv, count, dim).
 
     Pages are copied up to the longest sequence if the host knows its length. Rows after the end of
     a sequence are not initialized.
+
+    Args:
+        empty: allocates the copies.
     """
-    table = update.block_table
-    if table is None:
-        return list(update.caches)
-    longest = update.capacity if update.ends is None else update.ends[1]
-    return [_gather_pages(cache, table, longest) for cache in update.caches]
+    if update.block_table is None:
+        return [cache.narrow(2, 0, count) for cache in update.caches]
+    longest = count if update.ends is None else update.ends[1]
+    return [_gather_pages(cache, update, longest, count, empty) for cache in update.caches]
 
 
-def _gather_pages(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
-    """Copy the pages of each sequence that hold its first `longest` rows."""
+def _gather_pages(
+    cache: Tensor, update: CacheUpdate, longest: int, count: int, empty: Empty
+) -> Tensor:
+    """Copy the first `longest` rows of each sequence to a tensor with `count` rows."""
+    assert update.block_table is not None
     num_pages, num_heads, page_size, dim = cache.shape
-    batch, max_pages = block_table.shape
-    used = min(-(-longest // max(page_size, 1)), max_pages)
-    whole = cache.new_empty(batch, num_heads, max_pages * page_size, dim)
-    if whole.numel() == 0 or num_pages == 0:
-        return whole
-    # Entries beyond the end of a sequence may be invalid page indices.
-    table = block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
-    pages = whole.view(batch, num_heads, max_pages, page_size, dim)
-    pages[:, :, :used] = cache[table].transpose(1, 2)
-    return whole
+    batch = update.block_table.shape[0]
+    pages, used = (-(-rows // max(page_size, 1)) for rows in (count, longest))
+    shape = batch, num_heads, pages, page_size, dim
+    copies = empty(*contiguous(shape), cache.dtype, cache.device)
+    if copies.numel() > 0 and num_pages > 0:
+        # Entries beyond the end of a sequence may be invalid page indices.
+        table = update.block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
+        # 8 x 8 heads x 2,048 x 64 in float32, with memory from a pool: 6 ms; by indexing: 40 ms.
+        if used == pages and update.plain and cache.is_contiguous():
+            heads = torch.arange(num_heads, device=cache.device)[:, None]
+            index = (table[:, None] * num_heads + heads).flatten()
+            torch.index_select(cache.flatten(0, 1), 0, index, out=copies.flatten(0, 2))
+        else:
+            copies[:, :, :used] = cache[table].transpose(1, 2)
+    return copies.flatten(2, 3).narrow(2, 0, count)

@@ -81,7 +81,7 @@ examples: env ## train the models of all examples, and update the results in exa
 test: env emulator ## run the tests that are not marked `thorough`; Triton and CUDA kernels run on the CPU
 	@$(BIN)/python scripts/stages.py $(STAGES)
 
-test-all: env emulator third-party ## run all tests that need no GPU, including those marked `thorough`, and run third-party
+test-all: env emulator third-party ## run all tests that need no GPU, including those marked `thorough`, and `make third-party`
 	@$(BIN)/python scripts/stages.py --all $(STAGES)
 
 test-compile: env ## compile the Triton and CUDA kernels ahead of time for each GPU architecture; fail if too many registers spill
@@ -297,7 +297,7 @@ LENGTHS = benchmarks/test_lengths.py
 
 # Run the benchmarks on an otherwise idle machine, and commit the results and the pages that report.py
 # generates from them.
-bench: env third-party ## run third-party and the CPU benchmarks against torch; update results, plots and docs/performance.md
+bench: env third-party ## run `make third-party`, and benchmark the CPU kernels against torch; update results, plots and docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
 	$(BENCH) $(LENGTHS) --results lengths.json

@@ -65,8 +65,9 @@ def decode_attention(
 
     Backend "cuda" reads pages in place and appends new keys and values in the attention kernel, if
     seqlen_q * num_heads / num_heads_kv is at most 64 and the rows of the cache are multiples of 16
-    bytes. Otherwise new keys and values are appended first, and pages are copied into a contiguous
-    tensor. If the lengths are on a GPU, all pages in block_table are copied.
+    bytes. Otherwise, and on CPUs, new keys and values are appended first, and pages are copied into
+    a contiguous tensor at each step. If the lengths are on a GPU, all pages in block_table are
+    copied.
 
     Backend "flash" does the same with flash-attn 2, for pages of a multiple of 256 positions. It
     requires a head_dim that is a multiple of 8.
@@ -245,7 +246,7 @@ def _attend_on_cpu(
     call.resolve_mask()
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
-        outputs = backend.attention_fwd(call.validated(), False, want_lse)
+        outputs = backend.attention_fwd(call.as_checked(), False, want_lse)
     assert outputs is not None
     return outputs.out, outputs.lse
 

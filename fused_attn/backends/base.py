@@ -26,7 +26,7 @@ ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
 class Backend:
     """Base class of the implementations of the ops. The registry has one instance per subclass.
 
-    Passes receive validated calls, whose tensors may have any strides.
+    Passes receive validated calls, unless accepts_unchecked. Tensors may have any strides.
 
     Attributes:
         name: the name by which users select the backend.

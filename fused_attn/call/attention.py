@@ -112,8 +112,8 @@ class AttentionOptions(Flat):
             decoding=self.decoding,
         )
 
-    def validated(self) -> AttentionOptions:
-        """Return the validated options of an unchecked call that a backend has accepted."""
+    def as_checked(self) -> AttentionOptions:
+        """Return the options in the form that `checked` returns, without checking them."""
         return AttentionOptions(
             float(self.scale),
             self.softcap or 0.0,
@@ -212,9 +212,9 @@ class UncheckedAttention:
         seed = self.options.seed = philox.new_seed(self.query.device)
         return seed
 
-    def validated(self) -> AttentionCall:
-        """Return the AttentionCall for the backward, once a backend has accepted this call."""
-        return AttentionCall(self.query, self.key, self.value, self.mask, self.options.validated())
+    def as_checked(self) -> AttentionCall:
+        """Return the AttentionCall with the same arguments, without checking them."""
+        return AttentionCall(self.query, self.key, self.value, self.mask, self.options.as_checked())
 
 
 @flattens

@@ -88,8 +88,8 @@ class NormOptions(Flat):
             checked_seed(self.seed, dropout_p, device),
         )
 
-    def validated(self) -> NormOptions:
-        """Return the validated options of an unchecked call that a backend has accepted."""
+    def as_checked(self) -> NormOptions:
+        """Return the options in the form that `checked` returns, without checking them."""
         return NormOptions(self.eps, self.rms, float(self.dropout_p), self.seed)
 
 
@@ -154,9 +154,10 @@ class UncheckedNorm:
         seed = self.options.seed = philox.new_seed(self.input.device)
         return seed
 
-    def validated(self) -> NormCall:
-        """Return the NormCall for the backward, once a backend has accepted this call."""
-        return NormCall(self.input, self.residual, self.weight, self.bias, self.options.validated())
+    def as_checked(self) -> NormCall:
+        """Return the NormCall with the same arguments, without checking them."""
+        options = self.options.as_checked()
+        return NormCall(self.input, self.residual, self.weight, self.bias, options)
 
 
 @flattens

@@ -1,4 +1,4 @@
-"""What the options of attention and norm calls share: conversion, and errors.
+"""Conversions and checks that the options of attention and of norm calls share.
 
 To add an option, add a field and its validation in call/attention.py or call/norm.py, an argument
 of the public functions, a line in csrc/fields/*_options.inc, and support in the kernels.

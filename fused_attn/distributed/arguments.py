@@ -190,7 +190,7 @@ def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -
         size, rank = size_of(groups), index_of(groups)
         if positions.ranks != size:
             raise ValueError(
-                f"positions must be a Sharding over {size} ranks, got {positions.ranks}"
+                f"positions must be a Sharding over {size} ranks, got one over {positions.ranks}"
             )
         if positions.rows(rank) != rows:
             expected = f"{positions.rows(rank)} rows on rank {rank} (like positions)"

@@ -1,12 +1,16 @@
 """Attention masks: the public `Mask` type, and its conversion for kernels and the reference.
 
-All code that interprets masks is in this package:
+The meaning of masks is defined in this package:
 
     mask.py             `Mask`, the functions that create one, and the operators `&` and `|`
     tensors.py          masks from tensors and from torch's mask objects
     mask_mod.py         masks from functions of positions, and unions of masks
     tables.py           masks as intervals of keys or bits, for CPUs
+    intervals.py        masks as one interval of keys per query, and lists of visible blocks
     spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
+    fields.py           dimensions of the tensors of a MaskSpec
+    band.py             causal masks and windows that are the same for all sequences
+    restrict.py         masks of some queries, keys or heads
     materialize.py      dense tensors for the reference
     memo.py             cache of values derived from tensors
     picture.py          plots of masks

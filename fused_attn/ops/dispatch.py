@@ -132,7 +132,7 @@ def _try_unchecked(
         _count(backend, call.query, call.key, spec)
     if not trains:
         return outputs.out, outputs.lse
-    results = autograd.attention(own.validated(), backend, outputs, 2 if want_lse else 1)
+    results = autograd.attention(own.as_checked(), backend, outputs, 2 if want_lse else 1)
     out, lse = results if want_lse else (results, None)
     return in_shape(out, lse, None) if packed else (out, lse)
 
@@ -228,7 +228,7 @@ def _try_unchecked_norm(
     if outputs is None:
         return None
     if trains:
-        out, total = autograd.norm(call.validated(), backend, outputs)
+        out, total = autograd.norm(call.as_checked(), backend, outputs)
     else:
         out, total = outputs[:2]
     return out, total if call.has_total else call.input

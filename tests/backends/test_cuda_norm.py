@@ -38,8 +38,8 @@ def test_rounds_of_rows(kind, dropout_p, shape, dtype):
     assert_like_eager(norm(kind, dropout_p=dropout_p), tensors, dtype, "cuda")
 
 
-def test_more_parts_than_a_warp_adds_up(monkeypatch):
-    """Norms are within the numerics contract if 32 warps of the backward add 35 partial sums."""
+def test_more_partial_sums_than_warps(monkeypatch):
+    """Gradients are within the contract if 32 warps of the backward add 35 partial sums."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
     tensors = tensors_of("layer_norm", (70, 1040), False, True)
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")

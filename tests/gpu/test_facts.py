@@ -27,7 +27,7 @@ def test_machine(record_property):
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
 def test_modules(name):
-    """The compiled modules can be imported; the test of a missing module is skipped."""
+    """Import each compiled module; skip, with the error as the reason, if it fails."""
     try:
         importlib.import_module(f"fused_attn.{name}")
     except ImportError as error:

@@ -97,7 +97,7 @@ def test_restore_pickle_and_compile(rotations):
 
 
 def test_other_models_keep_their_functions(rotations):
-    """A swap leaves other Llamas unchanged, and does not fuse models with other rotary code."""
+    """A swap changes no other model of the class, and does not fuse GPT-J's rotary embedding."""
     swapped, other = small_model("Llama"), small_model("Llama")
     swap_modules(swapped)
     other(torch.randint(1, 100, (1, 7)))

@@ -98,7 +98,7 @@ def test_16_bit_parameters(kind, parameters, dtype, looked_at):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
-    """Dispatch paths give bitwise identical results if inputs and output gradients are views."""
+    """All routes give bitwise identical results if inputs and output gradients are views."""
     whole = torch.randn(layout.whole, requires_grad=True)
     results = []
     for route in ROUTES.values():

@@ -44,7 +44,7 @@ def test_python_blocks_run(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_there(page):
-    """The make targets and fused-attn arguments that code blocks mention exist."""
+    """Each make target and each fused-attn argument in a code block exists."""
     from fused_attn.tools import cli
 
     text = page.read_text("utf-8")

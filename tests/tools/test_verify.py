@@ -146,7 +146,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """Wrong partial results make a class unusable, because it also covers partial problems."""
+    """If a partial result is wrong, no problem of the class that covers it may use the kernels."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):

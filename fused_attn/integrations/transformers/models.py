@@ -82,9 +82,9 @@ def _allow_generate_batch(library: Any) -> None:
             switch(self, model, *args, **kwargs)
         elif not model._supports_flash_attn:
             raise NotImplementedError(
-                f"fused_attn does not support {type(model).__name__} in continuous batching, "
-                "which passes lengths instead of masks: the model must support flash attention; "
-                "use generate instead"
+                f"fused_attn does not support {type(model).__name__} in continuous batching: "
+                "transformers passes lengths instead of masks, which only models that support "
+                "flash attention accept; call generate instead of generate_batch"
             )
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

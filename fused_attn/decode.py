@@ -32,7 +32,7 @@ from fused_attn.call.kv_cache import (
 from fused_attn.call.validation import attention_call, check_floats
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
-from fused_attn.ops import dispatch
+from fused_attn.ops import dispatch, library
 from fused_attn.ops.rotary import Rotation, checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
@@ -243,12 +243,12 @@ def _attend_on_cpu(
         return None
     _rotate_and_append(update, rotation)
     call.key, call.value = contiguous_rows(update, update.ends[1], pooled)
-    call.resolve_mask()
+    call.mask = spec
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
         outputs = backend.attention_fwd(call.as_checked(), False, want_lse)
-    assert outputs is not None
-    return outputs.out, outputs.lse
+    out, lse, *_ = library.accepted(outputs)
+    return out, lse
 
 
 def _rotate_and_append(update: CacheUpdate, rotation: Rotation | None) -> None:

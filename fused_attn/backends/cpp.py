@@ -237,7 +237,7 @@ def _weights_fields(
 ) -> tuple[AttentionCall, dict[str, Any]]:
     """Return the call with an empty value, which the weights do not need, and fields for lse."""
     query, key = call.query, call.key
-    call = replace(call.kernel_layout(), value=key.new_empty(*key.shape[:3], 0))
+    call = replace(call, value=key.new_empty(*key.shape[:3], 0)).kernel_layout()
     out = query.new_empty(*query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
 

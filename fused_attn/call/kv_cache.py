@@ -93,7 +93,7 @@ def checked_update(
                 f"block_table must have shape ({batch}, max_pages), got {tuple(block_table.shape)}"
             )
         capacity *= block_table.shape[1]
-        check_length(capacity)
+    check_length(query.shape[2], capacity)
     plain = plain_eager(query, key_cache, value_cache, key, value, block_table)
     seqlen_new = 0 if key is None else key.shape[2]
     lengths, ends = checked_cache_lengths(lengths, query, seqlen_new, capacity, plain)
@@ -311,16 +311,32 @@ def _gather_pages(
     num_pages, num_heads, page_size, dim = cache.shape
     batch = update.block_table.shape[0]
     pages, used = (-(-rows // max(page_size, 1)) for rows in (count, longest))
-    shape = batch, num_heads, pages, page_size, dim
-    copies = empty(*contiguous(shape), cache.dtype, cache.device)
-    if copies.numel() > 0 and num_pages > 0:
-        # Entries beyond the end of a sequence may be invalid page indices.
-        table = update.block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
-        # 8 x 8 heads x 2,048 x 64 in float32, with memory from a pool: 6 ms; by indexing: 40 ms.
-        if used == pages and update.plain and cache.is_contiguous():
-            heads = torch.arange(num_heads, device=cache.device)[:, None]
-            index = (table[:, None] * num_heads + heads).flatten()
-            torch.index_select(cache.flatten(0, 1), 0, index, out=copies.flatten(0, 2))
-        else:
-            copies[:, :, :used] = cache[table].transpose(1, 2)
+    if 0 in (batch, num_heads, pages, dim, num_pages):
+        return cache.new_empty(batch, num_heads, count, dim)
+    # Entries beyond the end of a sequence may be invalid page indices.
+    table = update.block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
+    if used == pages and update.plain and cache.device.type == "cpu":
+        return _select_pages(cache, table, empty).narrow(2, 0, count)
+    copies = cache.new_empty(batch, num_heads, pages, page_size, dim)
+    copies[:, :, :used] = cache[table].transpose(1, 2)
     return copies.flatten(2, 3).narrow(2, 0, count)
+
+
+def _select_pages(cache: Tensor, table: Tensor, empty: Empty) -> Tensor:
+    """Copy the pages of each sequence in one pass, in the memory layout of the cache.
+
+    With 8 x 8 heads x 2,048 x 64 in float32, indexing takes 40 ms, and this takes 6 ms if the
+    memory comes from a pool.
+    """
+    num_heads, page_size, dim = cache.shape[1:]
+    batch, used = table.shape
+    if cache.is_contiguous():
+        heads = torch.arange(num_heads)[:, None]
+        pages, index = cache.flatten(0, 1), (table[:, None] * num_heads + heads).flatten()
+        shape: tuple[int, ...] = (batch, num_heads, used, page_size, dim)
+    else:  # usually (num_pages, page_size, num_heads, dim), as in flash-attn
+        pages, index = cache.transpose(1, 2), table.flatten()
+        shape = (batch, used, page_size, num_heads, dim)
+    copies = empty(*contiguous(shape), cache.dtype, cache.device)
+    torch.index_select(pages, 0, index, out=copies.view(len(index), *pages.shape[1:]))
+    return copies.flatten(2, 3) if cache.is_contiguous() else copies.flatten(1, 2).transpose(1, 2)

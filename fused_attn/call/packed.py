@@ -106,7 +106,7 @@ def _checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Te
 
     def converted() -> Tensor | None:
         check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-        starts = cu_seqlens.to(torch.int64).contiguous()
+        starts = cu_seqlens.resolve_neg().to(torch.int64).contiguous()
         # A cached value must not reference the tensor that owns the cache.
         return None if starts is cu_seqlens else starts
 

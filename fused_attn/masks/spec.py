@@ -402,7 +402,7 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
                 f"slopes must have shape ({num_heads},) or ({batch}, {num_heads}), "
                 f"got {tuple(alibi_.slopes.shape)}"
             )
-        slopes = slopes.detach().to(device=device, dtype=torch.float32)
+        slopes = slopes.detach().resolve_neg().to(device=device, dtype=torch.float32)
         total = slopes if total is None else total + slopes
     return total
 
@@ -463,7 +463,7 @@ def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None])
     Args:
         summarize: kernel of the backend; returns None if the backend does not use summaries.
     """
-    if not plain_eager(spec.dense, spec.bias):
+    if (spec.dense is None and spec.bias is None) or not plain_eager(spec.dense, spec.bias):
         return spec
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")

@@ -31,7 +31,7 @@ from fused_attn.masks.tables import WORD
 from fused_attn.ops import decompositions, flops, seeds
 
 
-def _accepted(results: Any) -> Any:
+def accepted(results: Any) -> Any:
     """Return the results of a pass, which a backend refuses only if the call is no longer valid."""
     if results is None:
         raise ValueError(
@@ -55,7 +55,7 @@ def attention_fwd(
         want_lse: compute lse.
     """
     if plain_eager(*call.tensors()):
-        return _accepted(backend.attention_fwd(call, for_backward, want_lse))
+        return accepted(backend.attention_fwd(call, for_backward, want_lse))
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_fwd(call)
     return AttentionOutputs(*OPS.attention_fwd(*call.flat(), for_backward, want_lse, backend.name))
@@ -65,7 +65,7 @@ def attention_bwd(work: AttentionBackward, backend: Backend) -> AttentionGradien
     """Compute the gradients of query, key, value and bias."""
     call, outputs, grad_out, grad_lse, needs_bias = work
     if plain_eager(grad_out, grad_lse, *call.tensors()):
-        return _accepted(backend.attention_bwd(work))
+        return accepted(backend.attention_bwd(work))
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
 
@@ -107,7 +107,7 @@ def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: b
         want_total: compute the sum residual + dropout(input).
     """
     if plain_eager(*call.tensors()):
-        return _accepted(backend.norm_fwd(call, for_backward, want_total))
+        return accepted(backend.norm_fwd(call, for_backward, want_total))
     if torch.onnx.is_in_onnx_export():
         return decompositions.norm_fwd(call)
     return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
@@ -126,7 +126,7 @@ def _norm_gradients(work: NormBackward, backend: Backend) -> NormGradients:
     """Run the kernels, which ignore the negative bit of gradients."""
     grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
-    return _accepted(backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total)))
+    return accepted(backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total)))
 
 
 # ---- implementations ----------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _run_attention_fwd(
     call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
 ) -> Any:
     call = _checked_attention(call)
-    outputs = _accepted(get_backend(backend).attention_fwd(call, for_backward, want_lse))
+    outputs = accepted(get_backend(backend).attention_fwd(call, for_backward, want_lse))
     if not for_backward and not want_lse:
         # Some backends return lse anyway. Drop it, to match the fake implementation.
         outputs = outputs._replace(lse=None)
@@ -168,7 +168,7 @@ def _run_attention_bwd(
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}, got {got}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
     work = AttentionBackward(call, outputs, grad_out, grad_lse, needs_bias)
-    grads = _accepted(get_backend(backend).attention_bwd(work))
+    grads = accepted(get_backend(backend).attention_bwd(work))
     return grads.without_none()
 
 
@@ -197,7 +197,7 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
         got = _shapes(call.weight, call.bias)
         raise ValueError(f"weight and bias must have shape ({input.shape[-1]},), got {got}")
     _check_dropout(call)
-    outputs = _accepted(get_backend(backend).norm_fwd(call, True, call.has_total))
+    outputs = accepted(get_backend(backend).norm_fwd(call, True, call.has_total))
     return outputs.without_none()
 
 

@@ -176,6 +176,30 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
     assert [t._version for t in cache.before] == [v + 1 for v in versions]
 
 
+@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_layouts_of_pages(dtype, spare):
+    """Pages ordered by token and then by head, as in flash-attn, give bitwise equal results."""
+    key, value = (torch.randn(7, 2, 16, 8).to(dtype) for _ in range(2))
+    table = torch.tensor([[6, 2, 0], [3, 6, 5]])  # two sequences share a page
+    table = torch.cat([table, table.new_full((2, spare), -1)], 1)
+    query, results = torch.randn(2, 4, 1, 8).to(dtype), []
+    for layout in (lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)):
+        step = fused_attn.decode_attention(
+            query, layout(key), layout(value), cache_lengths=[48, 33], block_table=table
+        )
+        results.append(step)
+    rows = [t[table[:, :3]].transpose(1, 2).flatten(2, 3) for t in (key, value)]
+    results.append(fused_attn.decode_attention(query, *rows, cache_lengths=[48, 33]))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_too_long_caches_are_refused():
+    long = torch.zeros(1, 1, 1, 8).expand(1, 1, 1 << 29, 8)
+    with pytest.raises(ValueError, match="seqlen below"):
+        fused_attn.decode_attention(torch.zeros(1, 1, 1, 8), long, long, cache_lengths=[1 << 29])
+
+
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_decoding_step_by_step(backend):
     """Prefill and decoding steps match the rows of one causal call if lengths change in place."""

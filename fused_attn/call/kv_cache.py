@@ -226,9 +226,10 @@ def with_cache_lengths(
 
 
 def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpec:
-    """Return the MaskSpec of a step without attn_mask, on a CPU, faster than `normalize` does.
+    """Return the MaskSpec of a step without attn_mask, on a CPU.
 
-    Keys and values end at the longest sequence, so it has no padding if all have one length.
+    Keys and values end at the longest sequence, so it has no padding if all have one length. If
+    they differ, building it here is faster than `normalize`.
 
     Args:
         update: its `ends` are known.

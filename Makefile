@@ -16,6 +16,8 @@ BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inp
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where this is set, each process compiles all Python modules that it imports: 7 seconds for torch._dynamo.
+unexport PYTHONDONTWRITEBYTECODE
 
 NO_INSTALL = { echo "make: pip install failed (see above). If the package index cannot be reached, check the \
 	network or set PIP_INDEX_URL to a mirror." >&2; exit 1; }

@@ -161,8 +161,7 @@ def judge(
     error = _deviation(got, truth, residual)
     if error.numel() == 0:
         return Finding(name, 0.0, 0.0)
-    index = torch.unravel_index(error.argmax(), error.shape)
-    at = tuple(int(i) for i in index)
+    at = tuple((error == error.max()).nonzero()[0].tolist())
     most, by = allowed(error[at].item(), eager_error, factor, largest(truth), got.dtype, expected)
     whose = "eager" if by == eager_error else "expected of eager"
     return Finding(

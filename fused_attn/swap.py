@@ -15,8 +15,8 @@ from fused_attn import nn
 from fused_attn.backends import default_backend
 from fused_attn.integrations.attention_in_code import attention_in
 from fused_attn.integrations.transformers.encoders import PackedEncoder
-from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
+from fused_attn.nn.replacement import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.transformer import TransformerEncoder
 
 

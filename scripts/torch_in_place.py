@@ -19,7 +19,7 @@ import torch
 import fused_attn
 from fused_attn.backends.registry import BACKENDS
 from fused_attn.base import small_calls
-from fused_attn.nn._from_torch import REPLACEMENTS
+from fused_attn.nn.replacement import REPLACEMENTS
 
 # Backend methods that compute the first pass of a call, wrapped to record that a kernel ran.
 _PASSES = ("attention_fwd", "attention_weights", "attention_decode", "norm_fwd")

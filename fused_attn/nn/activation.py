@@ -17,7 +17,7 @@ from torch.nn import GELU, Dropout, Linear, Module, ReLU
 
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import needs_grad
-from fused_attn.nn._from_torch import is_plain
+from fused_attn.nn.replacement import is_plain
 from fused_attn.ops.activation import activation_pass, supports_activation
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"))

@@ -14,10 +14,10 @@ from fused_attn.call.handlers import heads
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.masks.tensors import known_mask
-from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
+from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces
 from fused_attn.nn.weights import attention_with_weights
 
 

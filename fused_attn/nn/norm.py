@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from fused_attn import functional
-from fused_attn.nn._from_torch import FromTorch, fx_leaf, is_plain, replaces, unhooked
 from fused_attn.nn._nested import on_padded
+from fused_attn.nn.replacement import FromTorch, fx_leaf, is_plain, replaces, unhooked
 
 
 class Norm(FromTorch):

@@ -28,8 +28,8 @@ from fused_attn.base.torch_state import (
 )
 from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
-from fused_attn.nn._from_torch import patched, unhooked
 from fused_attn.nn.norm import LayerNorm, RMSNorm
+from fused_attn.nn.replacement import patched, unhooked
 
 # Minimum fraction of padding tokens; packing saves little time below it. Two layers with d_model
 # 512 and 8 x 256 tokens, forward plus backward on two threads with AMX, take 0.91 to 0.96 of the

@@ -13,10 +13,10 @@ from fused_attn import masks
 from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.packing import Packing, can_pack, is_unmodified, outside_graphs, packing_of
+from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fused_attn.masks import Mask
-from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.activation import drop, feed_forward_hidden
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
 from fused_attn.nn.packing import Packing
+from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
 
 
 class _Layer(FromTorch):

@@ -7,7 +7,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from fused_attn import functional
 from fused_attn.integrations.transformers import attention_forward
-from fused_attn.integrations.transformers.masks import attention_mask
+from fused_attn.integrations.transformers.mask_functions import attention_mask
 from fused_attn.masks import Mask
 
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)

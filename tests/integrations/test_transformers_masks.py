@@ -29,7 +29,7 @@ from transformers.masking_utils import (  # noqa: E402
 
 from fused_attn import masks  # noqa: E402
 from fused_attn.integrations.transformers import attention_forward  # noqa: E402
-from fused_attn.integrations.transformers.masks import attention_mask  # noqa: E402
+from fused_attn.integrations.transformers.mask_functions import attention_mask  # noqa: E402
 from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E402
 from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402

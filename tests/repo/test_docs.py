@@ -53,6 +53,19 @@ def test_pages_point_at_code(page):
     assert SYMBOL.search((DOCS / page).read_text("utf-8"))
 
 
+def test_traces_of_calls():
+    """Each function in the traces of docs/call-path.md is in the file that its line names."""
+    page = (DOCS / "call-path.md").read_text("utf-8")
+    lines = re.findall(r"^    (\S+\.py) +([\w.]+)", page, re.MULTILINE)
+    folders = ROOT / "fused_attn", ROOT / "fused_attn/integrations/transformers"
+    unknown = [
+        f"{symbol} in {name}"
+        for name, symbol in lines
+        if not any((at / name).exists() and defines(at / name, symbol) for at in folders)
+    ]
+    assert len(lines) > 40 and not unknown
+
+
 def test_what_is_not_defined_is_found(tmp_path):
     python, cpp = tmp_path / "file.py", tmp_path / "file.h"
     python.write_text(

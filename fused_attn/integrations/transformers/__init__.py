@@ -3,16 +3,16 @@
 `import fused_attn` makes "fused_attn" a valid ``attn_implementation`` in ``from_config``,
 ``from_pretrained`` and ``set_attn_implementation``. `register()` is called when transformers loads.
 
-    models.py        which models are supported, and how to switch a model
-    attention.py     the attention function that each layer calls
-    packed.py        arguments of the attention for packed tokens
-    masks.py         the mask function that the library calls once per forward pass
-    model_mask.py    the tensor stand-in for a Mask that is passed through the model
-    encoders.py      BERT-like encoders that remove padding
-    by_code.py       modules that `swap_modules` recognizes by their bytecode
-    norms.py         replacements for RMS norms
-    rotary.py        fused rotary embeddings in attention modules
-    blocks.py        replacements for the feed-forward and residual blocks of BERT layers
+    models.py          which models are supported, and how to switch a model
+    attention.py       the attention function that each layer calls
+    packed.py          arguments of the attention for packed tokens
+    mask_functions.py  the mask function that the library calls once per forward pass
+    model_mask.py      the tensor stand-in for a Mask that is passed through the model
+    encoders.py        BERT-like encoders that remove padding
+    by_code.py         modules that `swap_modules` recognizes by their bytecode
+    norms.py           replacements for RMS norms
+    rotary.py          fused rotary embeddings in attention modules
+    blocks.py          replacements for the feed-forward and residual blocks of BERT layers
 
 Example:
     >>> import fused_attn
@@ -30,7 +30,7 @@ NAME = "fused_attn"  # name of the attention implementation
 # these files import transformers.
 _HOMES = {
     "attention_forward": "attention",
-    "attention_mask": "masks",
+    "attention_mask": "mask_functions",
     "padded_stacks": "models",
     "register": "models",
     "set_implementation": "models",

@@ -1,7 +1,7 @@
 """Attention function that every layer of a transformers model calls.
 
-transformers calls `attention_mask` (masks.py) once per forward pass, and `attention_forward` in
-every layer.
+transformers calls `attention_mask` (mask_functions.py) once per forward pass, and
+`attention_forward` in every layer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fused_attn.integrations.transformers.packed import (
     encoder_arguments,
 )
 from fused_attn.masks import Mask
+from fused_attn.nn.attention import combine
 from fused_attn.nn.packing import Packing
 
 # Unsupported arguments that would change the result, with descriptions for error messages. Other
@@ -104,11 +105,10 @@ def attention_forward(
     packed = batching_arguments(kwargs, sliding_window, refused)
     if packed is not None:
         return _attend_packed(module, query, key, value, options | packed), None
-    is_unmasked = is_causal is False and attention_mask is None
+    all_visible = is_causal is False and attention_mask is None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    mask = attention_mask
+    mask, seqlen_k = attention_mask, key.shape[2]
     if isinstance(mask, Tensor):
         mask = mask_of_tensor(mask, query, key)
     if PACKING in kwargs:
@@ -120,31 +120,16 @@ def attention_forward(
         packed = encoder_arguments(kwargs[PACKING], mask, sliding_window, unsupported)
         return _attend_packed(module, query, key, value, options | packed), None
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = mask.to(torch.bool)[:, None, None, :]
-    elif mask is not None:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         is_causal = False  # the mask already contains it
-        if isinstance(mask, Tensor) and mask.dim() != 4:
-            raise ValueError(
-                "attention_mask must have shape (batch, seqlen_k) or (batch, num_heads or 1, "
-                f"seqlen_q or 1, seqlen_k), got {tuple(mask.shape)}"
-            )
-    elif sliding_window is not None and seqlen_k > sliding_window and not is_unmasked:
-        raise NotImplementedError(
-            f"attention_mask must not be None with sliding_window {sliding_window} and "
-            f"{seqlen_k} keys: fused_attn expects the window in the mask"
-        )
-    if indices is not None:
-        chosen = _chosen(indices, seqlen_k)
-        mask = chosen if mask is None else cast(Mask, masks.as_mask(mask)) & chosen
-    if position_bias is not None:
-        bias = masks.bias(position_bias)
-        mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
+    terms = [_checked_mask(mask, None if all_visible else sliding_window, seqlen_k)]
+    terms.append(None if indices is None else _chosen(indices, seqlen_k))
+    terms.append(None if position_bias is None else masks.bias(position_bias))
     # A single query (decoding) is the last position of its sequence, so all keys are visible to it.
     attend = partial(
         functional.scaled_dot_product_attention,
-        attn_mask=mask,
-        is_causal=bool(is_causal and seqlen_q > 1),
+        attn_mask=combine([term for term in terms if term is not None]),
+        is_causal=bool(is_causal and query.shape[2] > 1),
         enable_gqa=query.shape[1] != key.shape[1],
         **options,
     )
@@ -173,6 +158,31 @@ def _attend_packed(
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     attend = partial(functional.varlen_attention, **options)
     return _on_heads_of(module, attend, query, key, value)[None]
+
+
+def _checked_mask(
+    mask: Tensor | Mask | None, window: int | None, seqlen_k: int
+) -> Tensor | Mask | None:
+    """Return attention_mask as an argument of scaled_dot_product_attention.
+
+    Raises:
+        ValueError: a tensor has neither of the shapes that `attention_forward` accepts.
+        NotImplementedError: without a mask, the window would not be applied.
+    """
+    if mask is None:
+        if window is not None and seqlen_k > window:
+            raise NotImplementedError(
+                f"attention_mask must not be None with sliding_window {window} and {seqlen_k} "
+                "keys: fused_attn expects the window in the mask"
+            )
+    elif isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.to(torch.bool)[:, None, None, :]
+    elif isinstance(mask, Tensor) and mask.dim() != 4:
+        raise ValueError(
+            "attention_mask must have shape (batch, seqlen_k) or (batch, num_heads or 1, "
+            f"seqlen_q or 1, seqlen_k), got {tuple(mask.shape)}"
+        )
+    return mask
 
 
 def _chosen(indices: Tensor, seqlen_k: int) -> Mask:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Module
 from transformers import activations
 
-from fused_attn.nn._from_torch import FromTorch
 from fused_attn.nn.activation import NAMES_OF_MODULES, feed_forward_hidden
 from fused_attn.nn.norm import residual_norm
+from fused_attn.nn.replacement import FromTorch
 
 
 class FeedForwardHidden(FromTorch):

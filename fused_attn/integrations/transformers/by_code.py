@@ -19,7 +19,7 @@ from fused_attn.integrations.bytecode import same_code_key
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.integrations.transformers.rotary import RotaryAttention, fused_forward
-from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
+from fused_attn.nn.replacement import REPLACEMENTS, FromTorch, replaces
 
 # Maps an original, (module under transformers.models, class name), to the base class of its
 # replacement and additional class attributes. Each entry also covers the classes of other models

@@ -26,7 +26,7 @@ from fused_attn.integrations.bytecode import keywords_in, methods_of, names_in
 from fused_attn.integrations.transformers import NAME
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
 from fused_attn.integrations.transformers.encoders import PackedEncoder, packing_class
-from fused_attn.integrations.transformers.masks import attention_mask
+from fused_attn.integrations.transformers.mask_functions import attention_mask
 
 # Name under which modeling files import the AttentionInterface.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn.base.torch_state import is_compiling
-from fused_attn.nn._from_torch import FromTorch
+from fused_attn.nn.replacement import FromTorch
 from fused_attn.ops.rotary import Rotation, rotate_by_kernel
 
 # Modules under transformers.models whose apply_rotary_pos_emb differ in code, and whether a pair is

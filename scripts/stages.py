@@ -31,11 +31,12 @@ class Stage(NamedTuple):
     environment: Mapping[str, str]
 
 
-# The kernel tests use all threads. All other stages run two processes with one thread each.
+# A process per core, up to four, since each takes 1.6 GB. Those that test kernels use all threads,
+# which sleep while they wait; all others use one thread.
 _KERNELS = [
     f"tests/ops/test_{n}.py" for n in ("attention", "bias", "decode", "dropout", "norm", "varlen")
 ]
-_PARALLEL = ["-n", "2", "--dist", "worksteal"]
+_PARALLEL = ["-n", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Folders with tests that run on several backends. The stages of a single backend collect only
 # these, which saves time.
@@ -43,7 +44,7 @@ _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
 _DISTRIBUTED = "tests/distributed"  # starts four processes, which all its tests share
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
-    Stage("kernels", _KERNELS, {}),
+    Stage("kernels", [*_KERNELS, *_PARALLEL], {"OMP_WAIT_POLICY": "passive"}),
     Stage(
         "rest",
         [*_PARALLEL, *(f"--ignore={path}" for path in [*_KERNELS, _DISTRIBUTED])],

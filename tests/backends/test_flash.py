@@ -152,10 +152,10 @@ def check(number, engine):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_problems(install, name):
-    """At least 200 of 330 random calls are supported, and their results match the reference."""
+    """At least 120 of 200 random calls are supported, and their results match the reference."""
     install(name)
-    taken = sum(bool(check(number, ENGINES[name])) for number in range(330))
-    assert taken >= 200, taken
+    taken = sum(bool(check(number, ENGINES[name])) for number in range(200))
+    assert taken >= 120, taken
     assert flash_models.calls
 
 

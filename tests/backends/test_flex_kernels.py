@@ -164,7 +164,8 @@ def lowered(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", names("gqa_softcap_bias"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_values_and_gradients(name, lowered, tmp_path):
     """In the interpreter, the kernels' results and gradients are within the numerics contract."""
     problem = PROBLEMS[name]

@@ -81,7 +81,7 @@ ATTENTION = {
 
 @pytest.mark.sampled(
     "causal calls and float masks are there",
-    function=[ATTENTION[n][0] for n in ("padding and window", "groups")],
+    function=[ATTENTION[n][0] for n in ("padding and window", "fewer queries", "groups")],
 )
 @pytest.mark.parametrize(("function", "more"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(function, more):

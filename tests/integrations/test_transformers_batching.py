@@ -39,6 +39,7 @@ def one_by_one(model):
     return [new[0, -NEW:].tolist() for new in generated]
 
 
+@pytest.mark.sampled("one plain model is there", name=["Llama", "GPT2"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
     """generate_batch with our attention returns the same tokens as `generate` with eager.

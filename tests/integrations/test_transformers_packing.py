@@ -314,6 +314,7 @@ def test_models_without_memory_keep_their_padding():
     assert type(fused.encoder) is not stack and not any("its padding" in n for n in report.notes)
 
 
+@pytest.mark.sampled("they are packed as Gte", name=["EuroBert", "JinaEmbeddingsV3", "NomicBert"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_models(name, fullgraph, packings):

@@ -41,6 +41,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistakes_are_reported(message, monkeypatch):
     monkeypatch.setattr(soak, "PROCESSES", {})
@@ -52,6 +53,7 @@ def test_mistakes_are_reported(message, monkeypatch):
     assert any(message in failure for failure in run.failures)
 
 
+@pytest.mark.thorough
 def test_deadlocks_are_reported():
     command = [sys.executable, "-c", HANGS]
     told = subprocess.run(command, capture_output=True, text=True, cwd=soak.__file__[:-8])

@@ -241,7 +241,10 @@ def _attend_on_cpu(
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if backend is None or backend.wraps_torch:
         return None
-    _rotate_and_append(update, rotation)
+    if rotation is None:
+        append(update)
+    else:
+        _rotate_and_append(update, rotation)
     call.key, call.value = contiguous_rows(update, update.ends[1], pooled)
     call.mask = spec
     outputs = backend.attention_fwd(call, False, want_lse)
@@ -251,11 +254,9 @@ def _attend_on_cpu(
     return out, lse
 
 
-def _rotate_and_append(update: CacheUpdate, rotation: Rotation | None) -> None:
+def _rotate_and_append(update: CacheUpdate, rotation: Rotation) -> None:
     """Append new values and rotated keys, which are written directly to their rows if possible."""
-    if rotation is None or update.key is None or update.value is None:
-        append(update)
-        return
+    assert update.key is not None and update.value is not None
     views = new_rows(update)
     if views is None:
         append(update._replace(key=rotate(update.key, rotation)))

@@ -38,6 +38,7 @@ class CacheUpdate(NamedTuple):
         caches: key_cache and value_cache, (batch, num_heads_kv, max_len, dim), or (num_pages,
             num_heads_kv, page_size, dim) with a block table.
         key, value: (batch, num_heads_kv, seqlen_new, dim), or None to append nothing.
+        seqlen_new: number of new rows of each sequence; 0 if nothing is appended.
         lengths: (batch,) integers; number of rows of each sequence that are already in the cache.
             Backends get a tensor.
         block_table: (batch, max_pages) integers; the pages of each sequence. None if the cache is
@@ -51,16 +52,12 @@ class CacheUpdate(NamedTuple):
     caches: tuple[Tensor, Tensor]
     key: Tensor | None
     value: Tensor | None
+    seqlen_new: int
     lengths: Any  # Tensor | Sequence[int]
     block_table: Tensor | None
     capacity: int
     ends: tuple[int, int] | None
     plain: bool
-
-    @property
-    def seqlen_new(self) -> int:
-        """Number of new rows of each sequence."""
-        return 0 if self.key is None else self.key.shape[2]
 
 
 # ---- validation ---------------------------------------------------------------------------------
@@ -100,7 +97,7 @@ def checked_update(
     if block_table is not None and ends is not None and plain and query.device.type == "cpu":
         _check_pages(block_table, key_cache, torch.as_tensor(lengths) + seqlen_new)
     caches = key_cache, value_cache
-    return CacheUpdate(caches, key, value, lengths, block_table, capacity, ends, plain)
+    return CacheUpdate(caches, key, value, seqlen_new, lengths, block_table, capacity, ends, plain)
 
 
 def check_decode_tensors(

@@ -2,7 +2,7 @@
 // runs the kernel.
 //
 // A call is an AttentionCall or an UncheckedAttention (fused_attn/call). A pass returns None to
-// reject a call. Python then validates the call and passes the validated one.
+// reject a call. Python then validates it, or copies its tensors to layouts that kernels support.
 #pragma once
 
 #include <algorithm>

@@ -100,7 +100,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// Exposes new_tensor to Python. dtype is a DType, or negative for int16.
+// Exposes new_tensor to Python. dtype is that of set_torch().
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());

@@ -45,7 +45,7 @@ struct Interval {
   int64_t lo, hi;
 };
 
-// One row of AttentionCall.dropout_offsets: the position of a shard's sequence in the global
+// One row of AttentionOptions.dropout_offsets: the position of a shard's sequence in the global
 // tensor. Dropout uses global positions as counters.
 struct DropoutOffsets {
   int64_t row;   // global index of the first query

@@ -13,7 +13,6 @@ except ModuleNotFoundError as error:
 
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
-from fused_attn.call import handlers as _handlers
 from fused_attn.call.call_counts import stats
 from fused_attn.decode import decode_attention
 from fused_attn.functional import (
@@ -57,15 +56,6 @@ __all__ = [
 
 register_with_torch()
 register_with_transformers()
-
-
-def _modules_of_ranks() -> tuple[_Any, _Any]:
-    from fused_attn.distributed import dtensors, heads
-
-    return dtensors, heads
-
-
-_handlers.modules_of_ranks = _modules_of_ranks
 
 
 def __getattr__(name: str) -> _Any:

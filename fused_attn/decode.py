@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from fused_attn import masks
 from fused_attn.backends import problem_of, select
-from fused_attn.backends.cpp import pooled
 from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad, plain_eager
@@ -245,11 +244,11 @@ def _attend_on_cpu(
         append(update)
     else:
         _rotate_and_append(update, rotation)
-    call.key, call.value = contiguous_rows(update, update.ends[1], pooled)
+    call.key, call.value = contiguous_rows(update, update.ends[1], backend.empty)
     call.mask = spec
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
-        outputs = backend.attention_fwd(call.as_checked(), False, want_lse)
+        outputs = backend.attention_fwd(call.assume_checked(), False, want_lse)
     out, lse, *_ = library.accepted(outputs)
     return out, lse
 

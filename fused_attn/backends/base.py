@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fused_attn.backends.problem import Problem
+from fused_attn.base.flat import Empty, empty_strided
 from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
@@ -40,12 +41,14 @@ class Backend:
             Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
             keys and values that are masked for every query may reach the results. Modules need
             neither avoid torch's inference fast paths nor pack sequences for this backend.
+        empty: allocates an uninitialized tensor, in memory that the backend may reuse.
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     accepts_unchecked: ClassVar[bool] = False
     wraps_torch: ClassVar[bool] = False
+    empty: Empty = staticmethod(empty_strided)
 
     def unavailable(self) -> list[str]:
         """Return the reasons why this backend cannot run on this machine; empty if it can."""

@@ -65,6 +65,16 @@ class CppBackend(Backend):
     def default_for(self, device_type: str) -> Extent:
         return "all" if device_type == "cpu" and not self.unavailable() else "none"
 
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Allocate an uninitialized tensor. Large tensors come from the workspace pool."""
+        return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
+
     def tile_summary(self, tensor: Tensor) -> Tensor:
         summary = empty_summary(tensor, _cpu.SUMMARY_TILE)
         _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=num_threads())
@@ -84,7 +94,7 @@ class CppBackend(Backend):
         columns = input.shape[-1]
         rows = input.numel() // columns
         if out is None:
-            out = pooled(*contiguous(input.shape), input.dtype, input.device)
+            out = self.empty(*contiguous(input.shape), input.dtype, input.device)
         _cpu.activation(
             input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
             rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
@@ -105,7 +115,7 @@ class CppBackend(Backend):
         out: Tensor | None,
     ) -> Tensor:
         if out is None:
-            out = pooled(*laid_out_like(input, input.shape), input.dtype, input.device)
+            out = self.empty(*laid_out_like(input, input.shape), input.dtype, input.device)
         _cpu.rotary(
             input, cos, sin, positions, interleaved, per_dimension, backward, out, num_threads()
         )
@@ -145,7 +155,7 @@ class CppBackend(Backend):
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(average, pooled)
+        weights = call.weights(average, self.empty)
         call, fields = _weights_fields(call, lse, lse_residual)
         threads = num_threads()
         _cpu.attention_weights(
@@ -155,7 +165,7 @@ class CppBackend(Backend):
 
     def attention_weights_bwd(self, work: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
         call, lse, lse_residual, grad_weights, average, needs_bias = work
-        grads = call.gradients(needs_bias, pooled)
+        grads = call.gradients(needs_bias, self.empty)
         grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
@@ -216,13 +226,6 @@ def isa() -> str:
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
     """Allocate an uninitialized tensor. The module calls this if torch has no C API for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
-
-
-def pooled(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Allocate an uninitialized tensor. Large tensors come from the workspace pool."""
-    return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 
 def _zeros(

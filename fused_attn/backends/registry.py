@@ -147,7 +147,7 @@ def backend_for_unchecked(
     else:
         backend = _first_on(device, verdicts.changes)
         if backend is None and call.is_resolved():
-            backend = choose(problem_of(call.as_checked()))[0]
+            backend = choose(problem_of(call.assume_checked()))[0]
     return backend if backend is not None and backend.accepts_unchecked else None
 
 

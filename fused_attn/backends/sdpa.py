@@ -23,7 +23,7 @@ from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch
 
 _aten = torch.ops.aten
 
-# torch's implementation. `enable()` patches F.scaled_dot_product_attention and sets this variable.
+# torch's function; while `enable()` is in effect, torch's implementation below our registration.
 torch_sdpa = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
 

@@ -5,8 +5,8 @@ on the unchecked call. If it returns None, call/validation.py either raises an e
 validated call, which the backend then runs. Most small calls skip validation this way, because it
 takes longer than their kernel.
 
-Methods of the validated call compute the shapes and strides of outputs and gradients for all
-backends and for the fake implementations of the ops.
+Methods of the validated call compute the shapes and strides of outputs and gradients for the
+backends and the fake implementations of the ops. The C++ module for CPUs computes the same ones.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class AttentionOptions(Flat):
             decoding=self.decoding,
         )
 
-    def as_checked(self) -> AttentionOptions:
+    def assume_checked(self) -> AttentionOptions:
         """Return the options in the form that `checked` returns, without checking them."""
         return AttentionOptions(
             float(self.scale),
@@ -129,8 +129,8 @@ class UncheckedAttention:
     The class has all attributes of AttentionCall that a backend's forward reads.
 
     Attributes:
-        query, key, value, is_causal, enable_gqa, options: as passed by the caller. Packed sequences
-            have shape (total, num_heads, head_dim).
+        query, key, value, is_causal, enable_gqa, options: as passed by the caller, until `prepare`
+            and `draw_seed` change them. Packed sequences have shape (total, num_heads, head_dim).
         attn_mask: as passed by the caller, or a MaskSpec that fits the call. Packed sequences need
             a MaskSpec with validated cu_seqlens.
         mask: the MaskSpec that `resolve_mask` derived from attn_mask and is_causal, or None.
@@ -200,7 +200,7 @@ class UncheckedAttention:
         return call
 
     def is_resolved(self) -> bool:
-        """Return True if the call has 4-D tensors and a MaskSpec, as `validated` requires."""
+        """Return True if the call has 4-D tensors and a MaskSpec, as `assume_checked` requires."""
         tensors = self.query, self.key, self.value
         return all(t.dim() == 4 for t in tensors) and self.resolve_mask() is not None
 
@@ -212,15 +212,19 @@ class UncheckedAttention:
         seed = self.options.seed = philox.new_seed(self.query.device)
         return seed
 
-    def as_checked(self) -> AttentionCall:
+    def assume_checked(self) -> AttentionCall:
         """Return the AttentionCall with the same arguments, without checking them."""
-        return AttentionCall(self.query, self.key, self.value, self.mask, self.options.as_checked())
+        return AttentionCall(
+            self.query, self.key, self.value, self.mask, self.options.assume_checked()
+        )
 
 
 @flattens
 @dataclass(eq=False)
 class AttentionCall(Flat):
-    """Validated attention call: softmax(mask(scale * query @ key^T)) @ value.
+    """Attention call that kernels can take: softmax(mask(scale * query @ key^T)) @ value.
+
+    It is validated, or created by `UncheckedAttention.assume_checked`.
 
     Attributes:
         query: (batch, num_heads, seqlen_q, head_dim). For packed sequences (see MaskSpec), batch is
@@ -320,7 +324,8 @@ class AttentionOutputs(NamedTuple):
     """Results of an attention forward.
 
     A missing result is None, or an empty tensor where all results must be tensors: in the ops of
-    torch.library, and where kernels write to the results of `AttentionCall.outputs`.
+    torch.library, and where kernels write to the results of `AttentionCall.outputs`. The results of
+    an unchecked packed call have the caller's shapes.
 
     Attributes:
         out: (batch, num_heads, seqlen_q, head_dim_v), in query's layout (see `laid_out_like`).

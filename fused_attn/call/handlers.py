@@ -35,8 +35,6 @@ class Handler(Protocol):
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel
-# Imports the two modules below; set by fused_attn/__init__.py, which may import all layers.
-modules_of_ranks: Any = None
 
 
 def handler_of(tensor: object) -> Handler | None:
@@ -56,12 +54,16 @@ def is_dtensor(tensor: object) -> bool:
 
 def dtensors() -> Any:
     """Return the handler of DTensors, distributed/dtensors.py, which computes norms, too."""
-    return modules_of_ranks()[0]
+    from fused_attn.distributed import dtensors
+
+    return dtensors
 
 
 def heads() -> Any:
     """Return distributed/heads.py, for attention modules whose heads are split over ranks."""
-    return modules_of_ranks()[1]
+    from fused_attn.distributed import heads
+
+    return heads
 
 
 def tensors_of(mask: Any) -> list[Tensor]:

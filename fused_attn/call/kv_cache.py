@@ -289,8 +289,8 @@ def new_rows(update: CacheUpdate) -> list[Tensor] | None:
 def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_strided) -> list[Tensor]:
     """Return the first `count` keys and values of each sequence, (batch, num_heads_kv, count, dim).
 
-    Pages are copied up to the longest sequence if the host knows its length. Rows after the end of
-    a sequence are not initialized.
+    A contiguous cache is not copied. Pages are copied up to the longest sequence if the host knows
+    its length; rows after the end of a sequence are then uninitialized.
 
     Args:
         empty: allocates the copies.
@@ -304,7 +304,10 @@ def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_stride
 def _gather_pages(
     cache: Tensor, update: CacheUpdate, longest: int, count: int, empty: Empty
 ) -> Tensor:
-    """Copy the first `longest` rows of each sequence to a tensor with `count` rows."""
+    """Copy the first `longest` rows of each sequence to a tensor with `count` rows.
+
+    On CPUs, decoding without attn_mask has equal numbers, and `_select_pages` copies the pages.
+    """
     assert update.block_table is not None
     num_pages, num_heads, page_size, dim = cache.shape
     batch = update.block_table.shape[0]

@@ -88,7 +88,7 @@ class NormOptions(Flat):
             checked_seed(self.seed, dropout_p, device),
         )
 
-    def as_checked(self) -> NormOptions:
+    def assume_checked(self) -> NormOptions:
         """Return the options in the form that `checked` returns, without checking them."""
         return NormOptions(self.eps, self.rms, float(self.dropout_p), self.seed)
 
@@ -143,7 +143,7 @@ class UncheckedNorm:
         return self.options.prepare(self.input.dtype)
 
     def is_resolved(self) -> bool:
-        """Return True if the call has one normalized dimension, as `validated` requires."""
+        """Return True if the call has one normalized dimension, as `assume_checked` requires."""
         return len(self.normalized_shape) == 1
 
     def draw_seed(self) -> Tensor:
@@ -154,9 +154,9 @@ class UncheckedNorm:
         seed = self.options.seed = philox.new_seed(self.input.device)
         return seed
 
-    def as_checked(self) -> NormCall:
+    def assume_checked(self) -> NormCall:
         """Return the NormCall with the same arguments, without checking them."""
-        options = self.options.as_checked()
+        options = self.options.assume_checked()
         return NormCall(self.input, self.residual, self.weight, self.bias, options)
 
 

@@ -1,7 +1,8 @@
 """Conversions and checks that the options of attention and of norm calls share.
 
 To add an option, add a field and its validation in call/attention.py or call/norm.py, an argument
-of the public functions, a line in csrc/fields/*_options.inc, and support in the kernels.
+of the public functions, a line in csrc/fields/*_options.inc, and support in backends/reference.py
+and in the kernels (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

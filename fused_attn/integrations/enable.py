@@ -1,4 +1,4 @@
-"""`enable()` patches F.scaled_dot_product_attention process-wide to run this package's kernels.
+"""`enable()` registers this package's kernels for F.scaled_dot_product_attention, process-wide.
 
 Every call, from C++ or from Python under any name, reaches the op
 `aten::scaled_dot_product_attention` with the caller's arguments. At this point, a bool mask is
@@ -70,7 +70,7 @@ def enable(*, call_sites: bool = False) -> CallCounts:
     without a kernel, is_causal with a mask, and most invalid arguments; see docs/support.md. Calls
     within torch.nn.attention.sdpa_kernel also fall back unless it allows
     SDPBackend.FLASH_ATTENTION, because our kernels count as flash attention. If the selected
-    backend is "eager", torch computes all calls.
+    backend is differentiable, such as "sdpa" or "eager", torch computes all calls.
 
     Code that torch.compile compiled before `enable()`, or before `disable()`, does not change, and
     its results stay the same. torch.compiler.reset() discards such code. The caches of

@@ -1,6 +1,7 @@
-"""Base class of the `fused_attn.nn` modules, which override `forward` of torch.nn classes.
+"""Base class of fused modules, which override `forward` of torch.nn and transformers classes.
 
-Constructors, initialization, state_dict keys and unpickling are inherited from the torch.nn class.
+REPLACEMENTS registers them. Constructors, initialization, state_dict keys and unpickling are
+inherited from the replaced class.
 """
 
 from __future__ import annotations

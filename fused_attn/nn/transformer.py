@@ -68,6 +68,13 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
     ) -> Tensor:
         """Pass src through the layers in turn.
 
+        There are four outcomes, tried in this order:
+
+        1. torch's inference, if the default backend wraps torch's kernels: nested without padding.
+        2. A packed batch, without padding.
+        3. A padded batch whose padding torch would set to 0 before the norm.
+        4. A padded batch.
+
         Args:
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             mask, src_key_padding_mask: see `MultiheadAttention.forward`.

@@ -106,33 +106,30 @@ def _try_unchecked(
     backend = backend_for_unchecked(call, call.query.device, named) if call.prepare() else None
     if backend is None:
         return None
-    if backend.differentiable:
-        outputs = backend.attention_fwd(call, False, want_lse)
-        if outputs is None:
-            return None
-        if counting:
-            _count(backend, call.query, call.key, call.attn_mask)
-        return outputs.out, outputs.lse
-    spec = call.resolve_mask()
-    if spec is None:
+    spec = None if backend.differentiable else call.resolve_mask()
+    if spec is None and not backend.differentiable:
         return None
     # Written out, as in `_try_unchecked_norm`: needs_grad() takes 0.3 us longer.
-    trains = torch.is_grad_enabled() and (
-        call.query.requires_grad
-        or call.key.requires_grad
-        or call.value.requires_grad
-        or (spec.bias is not None and spec.bias.requires_grad)
+    trains = (
+        spec is not None
+        and torch.is_grad_enabled()
+        and (
+            call.query.requires_grad
+            or call.key.requires_grad
+            or call.value.requires_grad
+            or (spec.bias is not None and spec.bias.requires_grad)
+        )
     )
-    packed = trains and spec.cu_seqlens_q is not None
+    packed = trains and call.is_packed
     own = call.with_batch() if packed else call
     outputs = backend.attention_fwd(own, trains, want_lse)
     if outputs is None:
         return None
     if counting:
-        _count(backend, call.query, call.key, spec)
+        _count(backend, call.query, call.key, call.attn_mask)
     if not trains:
         return outputs.out, outputs.lse
-    results = autograd.attention(own.as_checked(), backend, outputs, 2 if want_lse else 1)
+    results = autograd.attention(own.assume_checked(), backend, outputs, 2 if want_lse else 1)
     out, lse = results if want_lse else (results, None)
     return in_shape(out, lse, None) if packed else (out, lse)
 
@@ -228,7 +225,7 @@ def _try_unchecked_norm(
     if outputs is None:
         return None
     if trains:
-        out, total = autograd.norm(call.as_checked(), backend, outputs)
+        out, total = autograd.norm(call.assume_checked(), backend, outputs)
     else:
         out, total = outputs[:2]
     return out, total if call.has_total else call.input

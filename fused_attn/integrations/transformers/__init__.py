@@ -1,12 +1,13 @@
 """fused_attn as an attention implementation of Hugging Face transformers.
 
 `import fused_attn` makes "fused_attn" a valid ``attn_implementation`` in ``from_config``,
-``from_pretrained`` and ``set_attn_implementation``. `register()` is called when transformers loads.
+``from_pretrained`` and ``set_attn_implementation``. `register()` is called when transformers loads
+``modeling_utils``.
 
     models.py          which models are supported, and how to switch a model
     attention.py       the attention function that each layer calls
     packed.py          arguments of the attention for packed tokens
-    mask_functions.py  the mask function that the library calls once per forward pass
+    mask_functions.py  the mask function that the library calls once for each kind of layer
     model_mask.py      the tensor stand-in for a Mask that is passed through the model
     encoders.py        BERT-like encoders that remove padding
     by_code.py         modules that `swap_modules` recognizes by their bytecode

@@ -1,7 +1,7 @@
 """Attention function that every layer of a transformers model calls.
 
-transformers calls `attention_mask` (mask_functions.py) once per forward pass, and
-`attention_forward` in every layer.
+transformers calls `attention_mask` (mask_functions.py) once for each kind of layer in a forward
+pass, and `attention_forward` in every layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files and symbols that the pages name exist, and generated tables are up to date."""
+"""Files and symbols that the documentation names exist; generated tables are up to date."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples/README.md"]
-PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it describes past versions
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # may name removed files
 FOLDERS = ("csrc", "fused_attn", "tests", "benchmarks", "examples", "docs")
-# [`symbol`](file), in which the file defines the symbol.
+# A link [`symbol`](file) to a symbol and the file that defines it.
 SYMBOL = re.compile(r"\[`([^`\]]+)`\]\(([^)#:]+)\)")
 
 
@@ -34,12 +34,12 @@ def test_symbols(page):
         if not defines(page.parent / link, symbol)
     ]
     assert not missing
-    assert not re.search(r"\]\([^)]*#L\d*\)", text), "a link names a symbol, not a line"
+    assert not re.search(r"\]\([^)]*#L\d*\)", text), "links must name symbols, not line numbers"
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_named_files(page):
-    """Every file that a page mentions, by path from the root or by name, exists."""
+    """Every file path (from the root) and every file name that a page mentions exists."""
     text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
     paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text))
     assert not [path for path in paths if not (ROOT / path).exists()]
@@ -54,7 +54,7 @@ def test_pages_point_at_code(page):
 
 
 def test_traces_of_calls():
-    """Each function in the traces of docs/call-path.md is in the file that its line names."""
+    """Each line of the traces in docs/call-path.md names a function and the file defining it."""
     page = (DOCS / "call-path.md").read_text("utf-8")
     lines = re.findall(r"^    (\S+\.py) +([\w.]+)", page, re.MULTILINE)
     folders = ROOT / "fused_attn", ROOT / "fused_attn/integrations/transformers"
@@ -66,7 +66,7 @@ def test_traces_of_calls():
     assert len(lines) > 40 and not unknown
 
 
-def test_what_is_not_defined_is_found(tmp_path):
+def test_undefined_symbols_are_detected(tmp_path):
     python, cpp = tmp_path / "file.py", tmp_path / "file.h"
     python.write_text(
         "LIMIT: int = other(1)\n"
@@ -84,8 +84,8 @@ def defines(path: Path, symbol: str) -> bool:
     """Return True if a file defines a function, class, constant or field.
 
     Args:
-        symbol: `name` or `Class.member`; in C++ `Class::member`, whose parts must be words of the
-            file outside of its comments.
+        symbol: `name` or `Class.member`; in C++ `Class::member`. A C++ file defines it if each
+            part occurs as a word outside of comments.
     """
     text = path.read_text("utf-8")
     if path.suffix == ".py":
@@ -122,7 +122,7 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
 
 
 def test_table_of_block_lists_is_up_to_date(monkeypatch):
-    """The page's table of block lists matches the output of `benchmarks/block_lists.py`."""
+    """The table of block lists in the docs matches the results of `benchmarks/block_lists.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import block_lists
 
@@ -132,7 +132,7 @@ def test_table_of_block_lists_is_up_to_date(monkeypatch):
 
 
 def test_table_of_scaling_is_up_to_date(monkeypatch):
-    """The page's table of scaling matches the output of `benchmarks/scale_simulation.py`."""
+    """The scaling table in the docs matches the results of `benchmarks/scale_simulation.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale_simulation
 

@@ -1,4 +1,4 @@
-"""Public docstrings: examples run, and all arguments are described."""
+"""Public docstrings describe all arguments, and their examples run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MADE_HERE = {
     "masks.Mask",
     "nn.DecoderCache",
 }
-# Covered by the example of their module or of their counterpart.
+# These names occur in the example of their module or of a counterpart.
 WITHOUT_EXAMPLE = {"available_backends", "disable", "masks.as_mask", "masks.bias", "masks.causal"}
 WITHOUT_EXAMPLE |= {"masks.dense", "masks.prefix_lm", "masks.sliding_window"}
 
@@ -52,7 +52,7 @@ def test_arguments(name):
 
 
 def parameters(thing: Callable[..., Any]) -> set[str]:
-    """Return a function's parameter names; for *args, those of the torch.nn base class."""
+    """Return a callable's parameter names; a class with *args has those of its torch.nn base."""
     found = inspect.signature(thing).parameters
     if "args" in found and isinstance(thing, type):
         of_torch = next(c for c in thing.__mro__ if c.__module__.startswith("torch.nn"))
@@ -67,7 +67,7 @@ def described(text: str) -> set[str]:
     return {name for head in heads for name in re.findall(r"\w+", head)}
 
 
-def test_what_is_not_described_is_found():
+def test_undescribed_arguments_are_detected():
     text = """Words.
 
     Args:

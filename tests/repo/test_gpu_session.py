@@ -19,13 +19,12 @@ from gpu_sections import Run, Section
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "scripts" / "gpu_session.schema.json").read_text())
 GOOD = "def test_good(): pass\n"
-# Limits on the files of the results folder, and on the size of the tree that is copied to a GPU
-# machine.
+# Limits: files in the results folder, bytes per file, bytes of the tree copied to a GPU machine.
 MAX_FILES, MAX_BYTES, MAX_TREE = 8, 16 << 20, 64 << 20
 
 
 def check(out):
-    """Return the results in a folder, after checking their format and the sizes of the files."""
+    """Check the format of a session's results and the sizes of its files; return the results."""
     jsonschema = pytest.importorskip("jsonschema", reason="reason: needs jsonschema")
     results = json.loads((out / "results.json").read_text())
     jsonschema.validate(results, SCHEMA)
@@ -37,7 +36,7 @@ def check(out):
 
 
 def session(tmp_path, *files, seconds=120.0, unit_seconds=20.0, processes=1, **options):
-    """Run a session with one section per test file, given as text, and return its results."""
+    """Run a session with one section per test file (given as source); return its results."""
     sections = []
     for number, text in enumerate(files):
         path = tmp_path / f"test_planted_{number}.py"
@@ -70,7 +69,7 @@ FAULTS = {
 
 
 def test_faults(tmp_path, capsys):
-    """Each planted fault has the correct status; later tests and the next section still run."""
+    """Each planted fault is recorded with its status; later tests and the next section run."""
     planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
     results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
     wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
@@ -86,7 +85,7 @@ def test_faults(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """A section that exceeds its time is stopped: finished tests stay ok, the rest is skipped."""
+    """At the session's time limit, the current section is cut, and the next one is skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
     results = session(tmp_path, slow, GOOD, seconds=20.0)
@@ -95,7 +94,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """After SIGTERM, results.json contains the finished test and marks all others as skipped."""
+    """After SIGTERM, results.json lists the finished test as ok and unfinished ones as skipped."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (
@@ -142,7 +141,7 @@ def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
 
 
 def test_plan_of_a_session():
-    """The sections fit into a session's time limit, and a dry session has the same sections.
+    """The sections fit into the time limit of a session, and a dry session has the same sections.
 
     The files of the repository are small enough to be copied to a GPU machine.
     """
@@ -159,7 +158,7 @@ def test_plan_of_a_session():
 
 @pytest.mark.thorough
 def test_dry_session(tmp_path):
-    """A dry session, without a GPU, has a result for every section within four minutes."""
+    """A dry session (without a GPU) writes a result for every section within 245 s."""
     command = [sys.executable, "scripts/gpu_session.py", "--dry", "--seconds", "240"]
     began = time.monotonic()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The package as a Hugging Face Hub kernel: loaded from a folder, under another name."""
+"""The package exported as a Hugging Face Hub kernel, and loaded from the exported folder."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_wheels_of_two_versions_are_refused(repository, tmp_path):
         export.export([ROOT, tmp_path / "other"], tmp_path / "out")
 
 
-PUBLISHED = "organization/fused-attn"  # name of the repository that the stand-in serves
+PUBLISHED = "organization/fused-attn"  # the only repository name that the fake get_kernel accepts
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def published(monkeypatch, repository):
         return kernels.get_local_kernel(repository, backend="cpu")
 
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
-    # transformers 5.24 requires kernels 0.18.2; the folder is loaded by the installed version.
+    # transformers 5.24 requires kernels 0.18.2, but any version can load a local folder.
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
 
 
@@ -169,8 +169,8 @@ def published(monkeypatch, repository):
 def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
     """A model whose attn_implementation is the name of the Hub repository agrees with eager.
 
-    The inputs are padded. Some models have windows (the last three), softcap (Gemma2) or sinks
-    (GptOss).
+    The inputs are padded. The last three models have sliding windows, Gemma2 also has softcap,
+    and GptOss has sinks.
     """
     from hf_families import FAMILIES
 

@@ -1,4 +1,4 @@
-"""Importing fused_attn: what it does not import, import order, and the error without torch."""
+"""Importing fused_attn: lazy imports, import order, and the error message without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import contextlib
 import sys
 import torch
 
-# torch may import triton itself; the test then shows nothing.
+# If torch itself imports triton, the checks below pass trivially.
 before = "triton" in sys.modules
 import fused_attn
 from fused_attn import masks
@@ -33,7 +33,7 @@ light("norms")
 with torch.autocast("cpu", dtype=torch.bfloat16):
     fused_attn.scaled_dot_product_attention(x, x, x, is_causal=True)
 light("autocast")
-with contextlib.suppress(NotImplementedError):  # this asks every backend for its reasons
+with contextlib.suppress(NotImplementedError):  # runs the code that collects refusals
     fused_attn.scaled_dot_product_attention(x, x, x, backend="cuda")
 wide = torch.randn(1, 1, 2, 300)
 fused_attn.scaled_dot_product_attention(wide, wide, wide)
@@ -74,7 +74,7 @@ def test_triton_is_not_imported():
     run(CALLS)
 
 
-@pytest.mark.sampled("one order is there", before=["", LOOKED_FOR])
+@pytest.mark.sampled("one import order always runs", before=["", LOOKED_FOR])
 @pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
 def test_flops_are_counted_whoever_imports_the_counter(before):
     run(before + COUNTED)
@@ -116,7 +116,7 @@ assert model.config._attn_implementation == "fused_attn"
 BOTH = ["import fused_attn", "from transformers import AutoModel, BertConfig"]
 
 
-@pytest.mark.sampled("a name that is taken needs the same order", imports=[BOTH[::-1]])
+@pytest.mark.sampled("the test of a taken name has this import order", imports=[BOTH[::-1]])
 @pytest.mark.parametrize("imports", [BOTH, BOTH[::-1]], ids=["ours first", "ours second"])
 def test_transformers_knows_the_name(imports):
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
@@ -133,9 +133,9 @@ assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
 
 @pytest.mark.thorough
 def test_a_name_that_is_taken_stays():
-    """A name that was registered with transformers before the import is not replaced.
+    """Importing the package keeps a function already registered under the name "fused_attn".
 
-    Another copy of the package, loaded by `get_kernel`, may have registered it.
+    Another copy of the package, loaded by `get_kernel`, may have registered that function.
     """
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     run(TAKEN)

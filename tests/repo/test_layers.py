@@ -1,4 +1,4 @@
-"""Modules import only from the same or lower layers, as do the header folders of csrc/cpu."""
+"""Modules of the package and headers of csrc/cpu depend only on the same or lower layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer(module: str) -> int:
 
 
 def imports(module: str) -> set[str]:
-    """Return the modules of the package that a module imports, at its top or in functions."""
+    """Return the package's modules that a module imports, at the top level or in functions."""
     found = []
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def test_imports_from_lower_layers_only(module):
         assert layer(name) <= layer(module), f"{module} imports {name}"
 
 
-def test_no_circles():
+def test_no_import_cycles():
     TopologicalSorter({module: imports(module) for module in FILES}).prepare()
 
 
@@ -74,7 +74,7 @@ FOLDERS = ["simd", "amx", "kernels"]  # vectors, tile registers, kernels
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_headers_of_the_cpu_include_from_folders_before_theirs(path):
+def test_cpu_headers_include_from_lower_folders_only(path):
     own = FOLDERS.index(path.parent.name) if path.parent.name in FOLDERS else len(FOLDERS)
     for folder in re.findall(r'#include "cpu/(\w+)/', (ROOT / path).read_text()):
         assert FOLDERS.index(folder) <= own

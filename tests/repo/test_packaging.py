@@ -45,7 +45,7 @@ def test_isa_objects_have_no_weak_symbols():
             capture_output=True,
             text=True,
         ).stdout
-        # A demangled name may hold spaces; the type is the one letter before the hex address.
+        # Demangled names may contain spaces; the symbol type is the letter before the address.
         weak = [line for line in listing.splitlines() if re.search(r" [WVuwv] [0-9a-f]+", line)]
         assert not weak, f"weak or unique symbols in {path}:\n" + "\n".join(weak)
 
@@ -87,7 +87,7 @@ def test_environment_variables_are_few_and_in_the_docs():
     assert len(documented) <= MAX_ENVIRONMENT_VARIABLES
 
 
-# ---- what is built ------------------------------------------------------------------------------
+# ---- build options ------------------------------------------------------------------------------
 
 
 def executable(path: Path, script: str) -> Path:
@@ -100,7 +100,7 @@ def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
     """Return the arguments that setup.py passes to CMake under the given environment variables."""
     log = tmp_path / "arguments"
     executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
-    # Stand-in for the module of CMake's wheel, which setup.py prefers to the PATH.
+    # setup.py prefers the Python module `cmake`, here a fake one, to a cmake on PATH.
     (tmp_path / "cmake.py").write_text(f"CMAKE_BIN_DIR = {str(tmp_path)!r}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSED_ATTN_CUDA")}
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -177,7 +177,7 @@ def test_a_compiler_without_openmp_is_told_what_to_install(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="reason: needs nvcc")
-def test_cuda_is_built_for_the_gpus_that_are_there(tmp_path):
+def test_cuda_is_built_for_the_installed_gpus(tmp_path):
     def said(gpus: str, *archs: str) -> tuple[str, set[str]]:
         executable(tmp_path / "nvidia-smi", gpus)
         text = configured(
@@ -197,7 +197,7 @@ def test_cuda_is_built_for_the_gpus_that_are_there(tmp_path):
     assert built == {"compute_80", "compute_100"}
 
 
-# FUSED_ATTN_CUDA=0 needs no nvcc, for machines that test only Triton.
+# With FUSED_ATTN_CUDA=0, machines that test only Triton need no nvcc.
 UNLESS_REFUSED = "FUSED_ATTN_CUDA=${FUSED_ATTN_CUDA-1} "
 TARGETS = {
     "build": "",

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-# Pages that conf.py fills in for the site are left out.
+# Pages whose content docs/conf.py generates are excluded.
 DOCS = [
     page
     for page in sorted((ROOT / "docs").glob("*.md"))
@@ -17,7 +17,7 @@ DOCS = [
 ]
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md"]
 MAX_LINES = 150
-# Every block of code, by its page and its index on the page.
+# Python code blocks by page name and index on the page.
 BLOCKS = {
     f"{page.name}-{i}": block
     for page in PAGES
@@ -38,13 +38,13 @@ def test_readme_names_every_page():
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_python_blocks_run(name):
-    """Each code block runs on its own, as a reader would copy it."""
+    """Each code block runs without the blocks before it."""
     exec(compile(BLOCKS[name], name, "exec"), {"__name__": name})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_there(page):
-    """Each make target and each fused-attn argument in a code block exists."""
+    """Make targets in code blocks exist, and arguments of fused-attn commands are valid."""
     from fused_attn.tools import cli
 
     text = page.read_text("utf-8")
@@ -73,7 +73,7 @@ def test_every_mask_is_listed():
 
 
 def test_every_backend_has_a_status():
-    """The README's table lists every backend; all other rows are marked as planned."""
+    """The README's table lists every backend; its only other rows are marked as planned."""
     from fused_attn.backends.registry import BACKENDS
 
     _, table = README.read_text("utf-8").split("| backend |")
@@ -94,7 +94,7 @@ def test_values_of_environment_variables_are_listed():
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
 def test_figures_are_those_of_the_results(name, monkeypatch):
-    """The results on the page match the output of `python benchmarks/report.py`."""
+    """The page shows the results that `python benchmarks/report.py` would write."""
     pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import report

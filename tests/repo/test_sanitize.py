@@ -1,4 +1,4 @@
-"""scripts/sanitize.py, which runs every night, names tests and lines that exist."""
+"""The test files and source lines that scripts/sanitize.py names exist."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from fused_attn.compat.xformers import ops as xops
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-MODULES = {"masks", "nn"}  # of fused_attn.__all__: they have separate pages
+MODULES = {"masks", "nn"}  # names in fused_attn.__all__ with separate pages
 
 
 def test_reference_has_every_public_name():
@@ -27,7 +27,7 @@ def test_reference_has_every_public_name():
     public |= {f"fused_attn.distributed.{name}" for name in fused_attn.distributed.__all__}
     names = set(flash_attn.__all__) - {"bert_padding"}
     public |= {f"fused_attn.compat.flash_attn.{name}" for name in names}
-    public.add("fused_attn.compat.flex_attention.flex_attention")  # the others are torch's
+    public.add("fused_attn.compat.flex_attention.flex_attention")  # all other names are torch's
     names = {name for name in xops.__all__ if name.startswith("memory")}
     public |= {f"fused_attn.compat.xformers.ops.{name}" for name in names}
     makers = set(fused_attn.masks.__all__) - {"Mask", "as_mask"}
@@ -37,7 +37,7 @@ def test_reference_has_every_public_name():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_kept_without_outputs(path):
-    """The committed notebooks have no outputs; the site's build creates them."""
+    """Committed notebooks have no outputs; building the site creates the outputs."""
     cells = json.loads(path.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 

@@ -1,4 +1,4 @@
-"""scripts/stages.py, run on small planted test files."""
+"""scripts/stages.py runs small generated test files and sums up their results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stage(folder: Path, name: str, text: str, *arguments: str) -> Stage:
     path.write_text(text)
     # loading plugins takes seconds
     environment = {"STAGE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    # pytest would take a common ancestor of this folder and the working directory.
+    # By default, rootdir is a common ancestor of this folder and the working directory.
     options = ["--rootdir", str(folder), "-p", "no:cacheprovider"]
     return Stage(name, [str(path), *options, *arguments], environment)
 

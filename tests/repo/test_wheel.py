@@ -17,10 +17,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-# Libraries of every Linux that torch supports, and torch's libgomp, see below.
+# Libraries of every Linux that torch supports, and libgomp, which torch loads.
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.so.1"}
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: manylinux wheels")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: needs Linux")
 
 
 def done(*command: str | Path, **variables: str) -> str:
@@ -34,7 +34,7 @@ def done(*command: str | Path, **variables: str) -> str:
 
 @contextlib.contextmanager
 def locked_build() -> Iterator[None]:
-    """Hold a lock on the build folders, which tests in other processes use too."""
+    """Hold a lock on the build folders, which tests in several processes use."""
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ def test_wheel_needs_what_systems_have(wheel, tmp_path):
 @linux
 @pytest.mark.slow
 def test_nothing_is_compiled_twice(tmp_path):
-    """In-place and wheel builds share object files, even if PATH and the pybind11 folder differ."""
+    """In-place and wheel builds reuse object files, even if PATH or the pybind11 folder changes."""
     for module in ("build", "cmake", "ninja", "pybind11"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     for tool in ("cmake", "ninja"):
@@ -125,8 +125,8 @@ def test_nothing_is_compiled_twice(tmp_path):
 
 
 @linux
-def test_threads_are_those_of_torch():
-    """A process that uses the package loads one libgomp; two would have separate thread pools."""
+def test_torchs_libgomp_is_used():
+    """A process that uses the package loads only one libgomp, and so has one thread pool."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"

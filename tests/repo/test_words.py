@@ -1,4 +1,4 @@
-"""scripts/words.py finds planted breaches of its rules, and its exceptions still apply."""
+"""scripts/words.py finds planted breaches of its rules, and its exceptions are still needed."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ def test_workflows_are_valid():
     assert WORKFLOWS and done.returncode == 0, done.stdout + done.stderr
 
 
-def test_workflows_call_what_is_there():
+def test_workflows_call_existing_targets_and_files():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for text in [path.read_text() for path in WORKFLOWS]:
         assert set(re.findall(r"run: make ([a-z-]+)", text)) <= set(targets)
         for path in re.findall(r"uses: \./(\S+)", text) + re.findall(r"run: (\.\S+)", text):
             assert (ROOT / path).exists()
-        # Jobs may write only if they request it, and each action is pinned to a version.
+        # Jobs have only read permission by default, and each action is pinned to a version.
         assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE)
         assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))
 

@@ -1,4 +1,4 @@
-"""`bench`: measurements, and the check that precedes them."""
+"""`fused-attn bench`: the timed calls, and the accuracy check that precedes the timing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_bench_gives_sdpa_the_same_mask(mask):
     assert result.visible == 1.0 if everything else 0.0 < result.visible < 1.0
 
 
-def test_bench_checks_a_part_of_what_is_large(monkeypatch):
+def test_bench_checks_large_problems_in_part(monkeypatch):
     monkeypatch.setattr(cases, "MAX_SCORES", 33 * 47 * 4)
     shape = Shape.parse("3,4/2,33,47,16")
     part = shape.reduced().part_of(shape)
@@ -81,7 +81,7 @@ def test_packed_sequences_against_the_padded_batch(mask, largest, monkeypatch):
 @pytest.mark.parametrize(("worse", "ok"), [(0.0, True), (0.9, True), (1.1, False)])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_check_draws_the_line_at_the_limit(worse, ok, gradient):
-    """Errors just below the contract's limit pass the check, and errors just above it fail."""
+    """Errors of 0.9 times the contract's limit pass the check; errors of 1.1 times it fail."""
     x = torch.linspace(-2.0, 2.0, 64)
     eps = torch.finfo(torch.float32).eps
     eager_error = 1e-3
@@ -102,7 +102,7 @@ def test_check_draws_the_line_at_the_limit(worse, ok, gradient):
 
     def own(x):
         allowed = OUTPUT_FACTOR * eager_error + eps * 2.0
-        # The gradient of the output is random, and larger than 1.
+        # The largest element of the random output gradient is above 1.
         allowed_grad = GRAD_FACTOR * eager_error + eps
         errors = (0.0, worse * allowed_grad) if gradient else (worse * allowed, 0.0)
         return Off.apply(x, *errors)

@@ -1,4 +1,4 @@
-"""Benchmarks run at toy sizes on the CPU, so that mistakes in them are found without a GPU."""
+"""GPU and CPU benchmarks run at small sizes on the CPU, which finds mistakes without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKED, CALL, DECODE = (p["gpu"][0][0] for p in (shapes.PACKED, shapes.CALL, sha
 
 
 class Untimed:
-    """Meter that runs the calls but reports fixed times."""
+    """Meter that runs the last of each list of calls and reports fixed times."""
 
     def peak(self, dtype):
         return "matmul"

@@ -1,4 +1,4 @@
-"""fused-attn: exit statuses, tables, JSON, PNG, and errors on one line."""
+"""The fused-attn command: exit statuses, tables, JSON, PNG, and one-line errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def failing():
 
 
 def off(function):
-    """Wrap a function, and scale its result so that the error exceeds the contract's limit."""
+    """Wrap a function and scale its result by 1.001, which exceeds the contract's limit."""
     return lambda *args, **kwargs: function(*args, **kwargs) * 1.001
 
 
@@ -128,7 +128,7 @@ def test_errors_are_one_line(capsys, argv, words, tmp_path, monkeypatch):
     assert_one_line_error(run(capsys, *argv), *words)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="reason: there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reason: torch finds a GPU")
 def test_no_gpu_is_a_one_line_error(capsys):
     assert_one_line_error(run(capsys, "bench", "--device", "cuda"), "torch finds none")
 
@@ -163,7 +163,7 @@ def test_doctor(capsys):
 
 def test_doctor_says_how_to_get_what_was_not_built(capsys):
     if importlib.util.find_spec("fused_attn._cuda") is not None:
-        pytest.skip("reason: the CUDA module is here")
+        pytest.skip("reason: the CUDA module is built")
     out = run(capsys, "doctor")[1]
     assert "built without the CUDA module: build with FUSED_ATTN_CUDA=1" in out
 
@@ -188,7 +188,7 @@ def test_doctor_json(capsys, tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()).keys() == facts.keys()
 
 
-@pytest.mark.sampled("norm_fwd is there", kernel=["attention_bwd"])
+@pytest.mark.sampled("norm_fwd always runs", kernel=["attention_bwd"])
 @pytest.mark.parametrize("kernel", ["attention_bwd", "norm_fwd"])
 def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
     backend = get_backend("cpp")
@@ -291,7 +291,7 @@ def test_compare_folder(capsys, tmp_path, weights):
     if weights:
         loaded = sources.load(str(tmp_path)).model.state_dict()
         assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    else:  # the outputs include padded rows
+    else:  # without --keep-padding, padded rows of the output differ
         status, out, err = run(capsys, *argv)
         assert (status, err) == (1, "")
         assert any("remove_padding=False" in note for note in json.loads(out)["notes"])
@@ -486,7 +486,7 @@ sys.exit(cli.main(sys.argv[1:]))
     "command", ["doctor", "bench --shape 1,1,32,32,8 --mask causal", "verify --help"]
 )
 def test_without_the_cpu_module(command):
-    """The commands run if the compiled CPU module cannot be imported."""
+    """The commands exit with status 0 even if the compiled CPU module cannot be imported."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MODULE, *command.split()], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""compare: reported errors, good and bad verdicts, and an unchanged model."""
+"""compare() reports errors and a verdict, and leaves the model unchanged."""
 
 import contextlib
 import json
@@ -91,8 +91,8 @@ def test_errors_are_measured_against_float64(dtype):
         assert row.limit == pytest.approx(factor * row.eager_max + rounding)
 
 
-def test_fused_modules_are_what_is_measured(monkeypatch):
-    """If fused attention has an error, the rows of the attention module and the output fail."""
+def test_errors_of_fused_modules_are_measured(monkeypatch):
+    """An error in fused attention makes the rows of the attention module and the output fail."""
     exact = functional.scaled_dot_product_attention
 
     def off_by_a_little(*args, **kwargs):
@@ -134,9 +134,9 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
-    """In T5, a correct kernel passes, an incorrect one is reported, and limits stay small.
+    """For T5, a correct kernel passes, an incorrect one fails, and output limits are below 1e-5.
 
-    Limits would be large if rounding errors in eager runs could change the distance buckets.
+    Limits would be larger if rounding in eager runs could change T5's distance buckets.
     """
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -330,7 +330,7 @@ def test_an_output_above_the_limit_is_explained(monkeypatch):
 
 
 class Noisy(torch.nn.Module):
-    """Norm whose output has added noise."""
+    """Layer norm that adds noise to its output."""
 
     def __init__(self, noise):
         super().__init__()
@@ -345,11 +345,11 @@ def of_python(x):
 
 
 def small(x):
-    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # equal in all dtypes
+    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # the same noise in all dtypes
 
 
 def with_its_own_seed(x):
-    """Return noise that is the same in each run, but differs between dtypes."""
+    """Return noise that is equal in each run with one dtype, but differs between dtypes."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
 
 
@@ -368,13 +368,13 @@ def test_the_first_layer_that_does_not_repeat_is_named():
         compare(model, torch.randn(2, 5, 16))
 
 
-def test_a_model_that_is_another_in_float64_is_refused():
+def test_a_model_that_differs_in_float64_is_refused():
     with pytest.raises(ValueError, match=r"about the same outputs in float64 and float32"):
         compare(Noisy(with_its_own_seed), torch.randn(9, 16))
 
 
 def test_noise_of_sixteen_bits_is_refused():
-    """A bfloat16 model with random outputs is refused, even if the noise is small."""
+    """A bfloat16 model with random outputs is refused, even if the noise is at most 0.1."""
     model = Noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
     with pytest.raises(ValueError, match="same outputs in every run"):
         compare(model, torch.randn(9, 16).bfloat16())
@@ -386,7 +386,7 @@ def test_nothing_finite_is_refused():
 
 
 def test_an_output_that_is_0_but_for_rounding():
-    """An output that is 0 up to rounding is accepted: errors are relative to the largest output."""
+    """A model with an output that is 0 up to rounding is not refused as random."""
 
     class Means(torch.nn.Module):
         def __init__(self):
@@ -430,7 +430,7 @@ def test_a_tuple_is_an_argument():
 
 
 def test_progress(monkeypatch):
-    """The progress bar reaches exactly the announced total, with and without a backward."""
+    """Progress advances exactly to its announced total, with and without a backward pass."""
     steps = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""compare(enable=True) on calls of torch's attention function: call counts and the report."""
+"""compare() of models that call torch's attention function: call counts and the report."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fused_attn.tools.compare import compare
 
 
 class Attention(torch.nn.Module):
-    """Attention with one projection and torch's function, as in most libraries."""
+    """Self-attention with one QKV projection and F.scaled_dot_product_attention."""
 
     def __init__(self, dim=64, heads=4):
         super().__init__()
@@ -22,7 +22,7 @@ class Attention(torch.nn.Module):
 
 
 class ByHand(torch.nn.Module):
-    """Hand-written attention."""
+    """Single-head attention from matrix products and a softmax."""
 
     def __init__(self, dim=64):
         super().__init__()
@@ -34,7 +34,7 @@ class ByHand(torch.nn.Module):
 
 
 class Either(Attention):
-    """Attention with a hand-written branch, as in timm."""
+    """Attention with a fused and a hand-written branch, as in timm."""
 
     def __init__(self, fused):
         super().__init__()
@@ -77,7 +77,7 @@ def test_a_kernel_that_is_off_is_seen(monkeypatch):
 
 
 def test_under_a_switch_that_is_on_already():
-    """The reference run of compare remains eager inside an outer enabled() block."""
+    """Inside an outer enabled() block, the reference run of compare() is still eager."""
     with enable.enabled() as outer:
         report = compare(model(Attention()), tokens(), enable=True)
     assert report.ok and report.calls.fused == 1 == outer.fused
@@ -94,7 +94,7 @@ def test_nothing_fused_is_an_error():
         compare(model(ByHand()), tokens(), enable=True)
 
 
-def test_the_verdict_comes_first_then_modules_then_what_was_left_alone():
+def test_the_report_lists_verdict_modules_and_unfused_modules():
     report = compare(model(torch.nn.LayerNorm(64), Attention(), ByHand()), tokens())
     lines = str(report).splitlines()
     assert lines[0] == report.verdict()
@@ -109,7 +109,7 @@ def test_the_verdict_comes_first_then_modules_then_what_was_left_alone():
     assert sorted(report.shown_rows(parameters=True), key=report.rows.index) == report.rows
 
 
-def test_what_enable_takes_over_is_not_left_alone():
+def test_modules_that_enable_patches_are_not_left_alone():
     norm_and_attention = model(torch.nn.LayerNorm(64), Attention())
     assert compare(norm_and_attention, tokens()).left_alone()
     assert not compare(norm_and_attention, tokens(), enable=True).left_alone()

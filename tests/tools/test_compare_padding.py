@@ -1,4 +1,4 @@
-"""compare judges the packed model, and reports outputs that depend on padded rows."""
+"""compare() judges the packed model, and reports outputs that depend on padded rows."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_packed_model_is_judged(name, monkeypatch):
 
 
 def test_errors_of_packed_attention_are_reported(monkeypatch):
-    """Errors of packed attention are reported, though a run with padding records the layers."""
+    """Errors of packed attention fail the report, though layer outputs come from a padded run."""
     exact = fnn.MultiheadAttention.forward_packed
     monkeypatch.setattr(
         fnn.MultiheadAttention, "forward_packed", lambda *args: exact(*args) * (1 + 1e-3)
@@ -67,7 +67,7 @@ def test_errors_of_packed_attention_are_reported(monkeypatch):
 
 
 def test_inference_with_padding_kept():
-    """In inference, padded rows agree with eager attention only with remove_padding=False.
+    """Without gradients, padded rows agree with eager attention only if padding is kept.
 
     torch's inference path returns 0 in padded rows; eager attention does not.
     """
@@ -78,7 +78,7 @@ def test_inference_with_padding_kept():
 
 
 class RealRows(Pooled):
-    """Model that returns the rows of real tokens, in either layout."""
+    """Model that returns only the rows of real tokens, for batch-first and other encoders."""
 
     def forward(self, src):
         batch_first = self.encoder.layers[0].self_attn.batch_first

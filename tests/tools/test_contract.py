@@ -1,4 +1,4 @@
-"""The rule of the numerics contract, applied to single tensors."""
+"""The error limit of the numerics contract, applied to single tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_worst_place_is_named(off):
     assert judge(got).ok
 
 
-def test_infinities_are_the_same():
+def test_infinities_must_agree():
     truth, eager = TRUTH.clone(), EAGER.clone()
     truth[0, 0] = eager[0, 0] = -math.inf
     assert judge(eager, truth, eager).ok
@@ -37,7 +37,7 @@ def test_infinities_are_the_same():
     assert not judge(eager, truth, eager).ok
 
 
-def test_shapes_are_the_same():
+def test_shapes_must_agree():
     finding = judge(EAGER[:1])
     assert not finding.ok and "shape (1, 2), not (2, 2)" in str(finding)
 
@@ -47,6 +47,6 @@ def test_eager_that_overflows_allows_nothing(bad):
     assert not judge(EAGER, eager=torch.full_like(EAGER, bad)).ok
 
 
-def test_nothing_is_right():
+def test_empty_tensors_are_within_the_limit():
     empty = torch.empty(0, 2)
     assert judge(empty, empty.double(), empty).ok

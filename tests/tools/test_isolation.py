@@ -1,4 +1,4 @@
-"""A crash or a broken GPU context costs `fused-attn verify` only one step."""
+"""After a crash or a broken GPU context, `fused-attn verify` loses only one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["fast"]  # a fixture
 
 
 class Processes:
-    """Stand-in for a GPU worker: its steps run in this process, and some end the worker."""
+    """Fake GPU worker that runs steps in this process and simulates crashes and lost contexts."""
 
     def __init__(self, fails):
         self.fails, self.started, self.running = fails, 0, False
@@ -41,7 +41,7 @@ class Processes:
 
 
 def on_pretended_gpu(monkeypatch, fails):
-    """Verify the stand-in as if on a GPU; return the report and the stand-in worker."""
+    """Verify the stand-in backend as if on a GPU; return the report and the fake worker."""
     processes = Processes(fails)
     monkeypatch.setattr(verify, "Worker", lambda limit: processes)
     monkeypatch.setattr(verify, "device_of", lambda name: torch.device("cuda", 0))
@@ -67,7 +67,7 @@ def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_gpu_that_computes_no_more_is_given_up(verdict_folder, monkeypatch):
+def test_a_gpu_that_always_fails_is_given_up(verdict_folder, monkeypatch):
     report, processes = on_pretended_gpu(monkeypatch, lambda check: "sticky")
     assert processes.started == verify.MAX_LOST and report.usable == []
     assert "not run, because the GPU failed" in report.trials[-1].problem()

@@ -28,7 +28,7 @@ def test_tiles_are_those_of_the_kernels(mask):
     for sequence in range(2):
         ours = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds
         kernels = kinds[sequence, 0]
-        # Kernels may classify a tile as partial that is skipped or full here, but not the reverse.
+        # Kernels may classify skipped and full tiles as partial, but not the reverse.
         assert not (kernels == 0)[ours > 0].any()
         assert not (kernels == 2)[ours < 2].any()
         assert (kernels == ours).float().mean() > 0.6

@@ -1,4 +1,4 @@
-"""The generator of mutants, and the processes in which tests run on them (scripts/mutants.py)."""
+"""scripts/mutants.py: generated mutants, and the child processes that run tests on them."""
 
 from __future__ import annotations
 

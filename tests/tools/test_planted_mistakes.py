@@ -34,7 +34,7 @@ def tensors_of(problem):
 def findings(problem, dtype, mistake=""):
     """Return contract findings for out, lse and all gradients of the tiled kernel.
 
-    For "few_keys", lse is omitted, because its gradient would dominate that of the scores.
+    For "few_keys", lse is omitted, because its large gradient would hide errors of the others.
     """
     results = 1 if problem == "few_keys" else 2
     dropout_p = 0.3 if problem == "plain" else 0.0
@@ -57,7 +57,7 @@ def findings(problem, dtype, mistake=""):
     return compare_with_eager(function, tensors_of(problem), dtype, "cpp")[1]
 
 
-# Problems in which each mistake is detectable. In 16 bits, rounding hides the others.
+# The problems and dtypes that reveal these mistakes; in others, rounding hides them.
 SHOWS = {
     "scale": [("plain", torch.float32)],
     "weights": [("plain", torch.float32)],
@@ -68,7 +68,7 @@ EVERYWHERE = [("plain", dtype) for dtype in (torch.float32, torch.bfloat16, torc
 CASES = [(m, *where) for m in MISTAKES for where in SHOWS.get(m, EVERYWHERE)]
 
 
-@pytest.mark.sampled("bfloat16 is there", dtype=[torch.float16])
+@pytest.mark.sampled("bfloat16 always runs", dtype=[torch.float16])
 @pytest.mark.parametrize(("mistake", "problem", "dtype"), CASES, ids=lambda v: str(v)[-8:])
 def test_a_mistake_is_outside(mistake, problem, dtype):
     assert not all(f.ok for f in findings(problem, dtype, mistake)), MISTAKES[mistake]

@@ -1,4 +1,4 @@
-"""`make bench-rivals` compares equal problems, and reports libraries whose results are wrong."""
+"""`make bench-rivals` gives each library the same problem, and reports wrong results."""
 
 from __future__ import annotations
 

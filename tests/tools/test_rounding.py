@@ -1,4 +1,4 @@
-"""The expected error of eager attention: its formula and its exceptions."""
+"""Random rounding, which estimates the expected error of eager attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_other_arithmetic_is_off_by_a_rounding():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_needs_no_rounding_is_exact(dtype):
+def test_exact_results_are_not_rounded(dtype):
     x = torch.tensor([1.0, -0.5, 3.0, 0.0, float("inf"), float("nan")]).to(dtype)
     for function in (lambda x: x * 2, lambda x: x + 1, torch.relu, lambda x: x.softmax(0)[4:]):
         with RandomRounding(0):
@@ -47,7 +47,7 @@ def test_what_needs_no_rounding_is_exact(dtype):
 
 
 def test_sixteen_bits_are_rounded_once():
-    """Samples in 16 bits are rounded once, so their errors are at most about half an ulp."""
+    """A bfloat16 product is rounded once: its errors are at most 0.51 ulp."""
     a = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = a.double() @ a.double().mT
     results = samples(lambda x: x @ x.mT, a)
@@ -94,7 +94,7 @@ def test_constants_stay_equal():
         assert filled.eq(filled[0]).all() and torch.arange(5.0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_float64_lacks_is_left_alone():
+def test_operations_without_float64_are_not_rounded():
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     lstm, x = torch.nn.LSTM(3, 4), torch.randn(5, 2, 3)
     with RandomRounding(0):
@@ -102,7 +102,7 @@ def test_what_float64_lacks_is_left_alone():
         torch.testing.assert_close(lstm(x)[0], lstm(x)[0])
 
 
-def test_views_random_numbers_and_places_are_left_alone():
+def test_views_random_numbers_and_in_place_results_are_not_rounded():
     x = torch.randn(4, 5)
     with RandomRounding(0):
         assert x.mT.data_ptr() == x.data_ptr() and x[1:].data_ptr() == x[1].data_ptr()
@@ -118,7 +118,7 @@ def test_views_random_numbers_and_places_are_left_alone():
 def test_eager_attention_is_as_expected(dtype):
     """The expected error is between one and ten times the error of eager attention.
 
-    In float64, the truth has the same error, so only the size of the expected error is checked.
+    In float64, the truth has the same error as eager, so only an upper limit is checked.
     """
     tensors = {n: t.bfloat16().float() for n, t in random_qkv(2, 4, 2, 33, 70, 64).items()}
     function = attention(None, enable_gqa=True)("eager")
@@ -132,7 +132,7 @@ def test_eager_attention_is_as_expected(dtype):
 
     expected = Expected(run, truth, dtype, most=32)
     for name, reference in truth.items():
-        if dtype != torch.float64:  # in float64, the reference is eager itself
+        if dtype != torch.float64:
             error = contract.errors(eager[name], reference)[0]
             assert error <= expected.error(name) <= 10 * error, name
         scale = contract.largest(reference)
@@ -155,7 +155,7 @@ def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():
 
 def test_an_error_is_expected_only_where_it_matters():
     def expected(needed):
-        raise AssertionError("not to be asked for")
+        raise AssertionError("must not be called for an error within the limit")
 
     truth = torch.ones(3, dtype=torch.float64)
     eager = truth.float() + 1e-3

@@ -1,4 +1,4 @@
-"""scripts/soak.py: a short run, and mistakes that it reports."""
+"""scripts/soak.py: a short run without failures, and runs with planted mistakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_short_run(monkeypatch):
         for process in soak.PROCESSES.values():
             process(run, soak.Draw(0))
     assert not run.failures
-    # 3 here and 6 * 3 in other processes
+    # 3 repeats in this process, and 6 * 3 in child processes
     assert sum(count["repeated"] for count in run.counts.values()) >= 21
 
 

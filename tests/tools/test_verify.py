@@ -21,15 +21,15 @@ from fused_attn.tools.cases import MASKS
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, PartialCheck
 from fused_attn.tools.plan import Plan
 
-# Backends that are the default only where verified, and that run here in emulation.
+# Emulated backends that become the default only after verification.
 EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
 __all__ = ["fast"]  # a fixture
-ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backend")
+ONE_BACKEND = pytest.mark.not_emulated("the verdict logic does not depend on the backend")
 
 
 @pytest.fixture(params=["stand_in", *EMULATED])
 def backend(request, verdict_folder):
-    """Register a backend, ahead of all others, that is selected only by stored verdicts."""
+    """Register a backend, first in order, that is selected only if a stored verdict allows it."""
     own = [] if request.param == "stand_in" else [request.param]
     with in_place_of_cpp(*own) as stand_in:
         if own:
@@ -40,7 +40,7 @@ def backend(request, verdict_folder):
 
 
 def corrupt(monkeypatch, backend, when, how):
-    """Make a backend's attention apply `how` to the outputs of calls for which `when` is true."""
+    """Patch a backend's attention to apply `how` to the outputs of calls that satisfy `when`."""
     run = type(backend).attention_fwd
 
     def attention_fwd(self, call, for_backward, want_lse):
@@ -57,7 +57,7 @@ def of_kind(kind):
 
 
 def run_snippet(text, capsys):
-    """Run code and return what it prints."""
+    """Run code and return its standard output."""
     capsys.readouterr()
     exec(compile(text, "snippet", "exec"), {})
     return capsys.readouterr().out
@@ -105,10 +105,10 @@ def problem_of_probe(probe):
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.thinned("causal is there", kind=["none"])
+@pytest.mark.thinned("causal always runs", kind=["none"])
 @pytest.mark.parametrize("kind", ["causal", "none"])
 def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
-    """Only the wrong class is stored as unusable; the printed code reproduces the error."""
+    """Only calls of the incorrect kind are stored as unusable; the printed code shows the error."""
     corrupt(monkeypatch, backend, of_kind(kind), lambda outputs: outputs.out.mul_(1.01))
     report = verify.verify(backend.name, small_plan())
     other = {"causal": "none", "none": "causal"}[kind]
@@ -146,7 +146,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """If a partial result is wrong, no problem of the class that covers it may use the kernels."""
+    """A wrong partial result makes kernels unusable for all calls with its mask."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):
@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """A class is unusable even if errors occur only at its sizes, not in the small checks."""
+    """Errors that occur only at the sizes of a class, not in small checks, make it unusable."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -182,7 +182,7 @@ def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
 
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
-def test_dropout_that_keeps_others_is_wrong(backend, monkeypatch):
+def test_a_different_dropout_mask_is_wrong(backend, monkeypatch):
     def one_more(outputs):
         outputs.out[0, 0, 0].fill_(1.0)
 
@@ -222,7 +222,7 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
 
 @pytest.mark.usefixtures("fast")
 def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
-    """The JSON file is written after each step, and the verdict after each class."""
+    """After an interrupt, the JSON report has the finished checks, and verdicts are stored."""
     stop = iter([None] * 9)
 
     def interrupted(check, *args):
@@ -255,7 +255,7 @@ def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
 
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
-def test_what_is_not_taken_is_not_wrong(backend, monkeypatch):
+def test_unsupported_calls_are_not_wrong(backend, monkeypatch):
     take = type(backend).unsupported
 
     def unsupported(self, problem):
@@ -271,7 +271,7 @@ def test_what_is_not_taken_is_not_wrong(backend, monkeypatch):
 
 @ONE_BACKEND
 @pytest.mark.parametrize("speedup", [1.0, 0.8])
-def test_what_is_not_faster_is_not_chosen(backend, speedup, monkeypatch):
+def test_kernels_that_are_not_faster_are_not_chosen(backend, speedup, monkeypatch):
     own = lambda name: name == backend.name  # noqa: E731
     monkeypatch.setattr(
         timing, "medians", lambda ways, *rest: {n: 1.0 if own(n) else speedup for n in ways}
@@ -305,7 +305,7 @@ def test_memory_that_is_not_enough(verdict_folder, monkeypatch):
 
 
 def test_the_peer_is_torch(verdict_folder, monkeypatch):
-    """Kernels are timed against the first torch-based backend that supports the call."""
+    """Kernels are timed against the first backend of torch operations that supports the call."""
     peers = set()
     monkeypatch.setattr(
         timing, "medians", lambda ways, *rest: peers.add(list(ways)[1]) or dict.fromkeys(ways, 1.0)
@@ -480,7 +480,7 @@ def test_command_says_that_the_environment_decides(command, monkeypatch):
     assert "FUSED_ATTN_BACKEND=eager overrides" in command("--backend", "stand_in")[1]
 
 
-@pytest.mark.skipif(bool(EMULATED) or torch.cuda.is_available(), reason="reason: one can run here")
+@pytest.mark.skipif(bool(EMULATED) or torch.cuda.is_available(), reason="reason: a kernel can run")
 def test_command_without_a_gpu(capsys):
     assert cli.main(["verify"]) == 2
     out, err = capsys.readouterr()

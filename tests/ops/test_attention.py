@@ -24,7 +24,7 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.tables import packed
 
-# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. They include one position, odd
+# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. The shapes have one row, odd
 # lengths around a query tile (8, 16, 32) and a KV block (128), GQA and MQA, seqlen_q below and
 # above seqlen_k, head_dim not a multiple of a vector, and head_dim_v below and above head_dim.
 SHAPES = [
@@ -44,7 +44,7 @@ def shape_id(shape: tuple[int, ...]) -> str:
 
 
 @pytest.mark.thinned(
-    "causal calls are there", dtype=[torch.float16, torch.bfloat16], causal=[False]
+    "covered by causal calls", dtype=[torch.float16, torch.bfloat16], causal=[False]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -64,7 +64,7 @@ def test_wide_heads(dtype, causal):
 
 
 @ONE_16_BIT_TYPE
-@pytest.mark.thinned("kernels see fields", name=set(MASKS) - set(FIELDS))
+@pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
@@ -97,7 +97,7 @@ def test_heads_and_batches_that_see_other_tiles(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_weights_are_accurate(backend):
-    """Weights from 1/2 down to exp(-79) have a small relative error."""
+    """Weights from 1/2 down to exp(-79) have a relative error below 8e-7."""
     x, device = torch.arange(0.0, 80.0, 0.625), device_of(backend)
     query, key, value = (torch.zeros(1, 1, n, 8) for n in (len(x), 2, 2))
     query[..., 0], key[..., 1, 0], value[..., 1, :] = -x, 1.0, 1.0
@@ -109,7 +109,7 @@ def test_small_weights_are_accurate(backend):
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_beyond_the_keys(rows):
-    """A bit mask may have bits set after the last key, and one row for all queries."""
+    """Bits after the last key are ignored, and one row of bits may apply to all queries."""
     table = packed(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
     table[..., -1] |= -1 << 139 % 64
     mask, tensors = Mask(bits=(table,)), random_qkv(2, 2, 1, 70, 139, 16)
@@ -133,7 +133,7 @@ def test_pairs_of_masks(pair, backend):
     )
 
 
-@pytest.mark.thinned("each is there in float32", dtype=[torch.bfloat16], mask=["causal", "padding"])
+@pytest.mark.thinned("covered in float32", dtype=[torch.bfloat16], mask=["causal", "padding"])
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -182,7 +182,7 @@ def test_large_scores(dtype, backend):
     x = [tensors[n].to(device_of(backend), dtype) for n in ("query", "key", "value")]
     low = low.to(device_of(backend))
     out, lse = F.scaled_dot_product_attention(*x, low, return_lse=True, backend=backend)
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all()  # low biases do not mask
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -218,15 +218,15 @@ def test_empty_tensors(dtype, backend):
 
 
 @pytest.mark.thinned(
-    "NaN is there",
+    "covered by NaN",
     poison=[float("inf")],
     kind=["padding_left", "window", "empty_window", "prefix_window", "documents", "key_mask"],
 )
 @pytest.mark.thinned(
-    "infinities are there in float32", dtype=[torch.bfloat16], poison=[float("inf")]
+    "infinities are covered in float32", dtype=[torch.bfloat16], poison=[float("inf")]
 )
 @pytest.mark.thinned(
-    "each field is there",
+    "other masks cover each field",
     dtype=[torch.bfloat16],
     kind=["padding", "padding_left", "key_mask", "window", "empty_window", "prefix_window"],
 )
@@ -274,7 +274,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
         offset = seqlen_k - seqlen_q
         mask = masks.sliding_window(offset - 2, 0, align="bottom_right") & masks.causal()
         seen[:] = False
-    elif kind == "prefix_window":  # from 2 keys after the diagonal on: later rows are fully masked
+    elif kind == "prefix_window":  # keys from i + 2 on: later rows are fully masked
         offset = seqlen_k - seqlen_q
         mask = masks.prefix_lm([30, 50])
         mask &= masks.sliding_window(offset - 2, -1, align="bottom_right")
@@ -303,7 +303,7 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["key", "value"])
-def test_poison_reaches_the_queries_that_see_it_and_no_other(where, poison, dtype):
+def test_nonfinite_keys_reach_only_queries_that_attend_to_them(where, poison, dtype):
     """NaN or infinity reaches only queries that attend to it, in partial and in full tiles.
 
     This holds for the CPU kernels. A Triton kernel multiplies all queries and keys of a tile, so
@@ -365,9 +365,9 @@ def test_rows_without_visible_keys(kind, dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_with_large_strides(backend):
-    """Masks may have element offsets beyond 2**31; most of the tensor's memory is never touched."""
+    """Masks with element offsets of 2**31 are read correctly; most of their memory is untouched."""
     if device_of(backend).type != "cpu":
-        pytest.skip("reason: a GPU has no memory that is not there")
+        pytest.skip("reason: a GPU would allocate untouched memory")
     whole = torch.empty(2**31 + 512, dtype=torch.bool)
     mask = whole.as_strided((3, 1, 8, 8), (2**30, 64, 8, 1))
     mask.copy_(torch.rand(3, 1, 8, 8, generator=drawn(0)) < 0.7)
@@ -409,7 +409,7 @@ def test_outputs_are_written_whole(backend):
 def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
     """The rounding error of lse does not scale the weights that the backward recomputes.
 
-    All scores are 0, for which lse is rounded by up to 4.8e-7.
+    All scores are 0, and lse has a rounding error of up to 4.8e-7.
     """
     for seqlen_k in (3100, 4753, 4935):
         tensors = random_qkv(1, 1, 1, 1, seqlen_k, 4)

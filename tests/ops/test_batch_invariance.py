@@ -15,7 +15,7 @@ from fused_attn import masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAGE = 32
-LONGEST_OF_VECTORS = 80  # queries of a sequence that vectors may compute on CPUs with AMX
+LONGEST_OF_VECTORS = 80  # with AMX, up to this many queries may run on vector units
 
 
 class Case:
@@ -35,7 +35,7 @@ class Case:
         self.window = choose.choice([20, 200])
         rooms = -(-max(self.lengths) // PAGE) * PAGE
         self.query = self.random(batch, self.num_heads, self.seqlen_q)
-        # Rows after the end of a sequence may be NaN, and must not affect the results.
+        # Cache rows after the end of a sequence are 0 or NaN, and do not affect the results.
         self.caches = [self.random(batch, num_heads_kv, rooms) for _ in range(2)]
         for cache in self.caches:
             for b, length in enumerate(self.lengths):
@@ -58,7 +58,7 @@ class Case:
             pages = caches[0].shape[2] // PAGE
             table = torch.randperm(len(lengths) * pages, generator=self.generator)
             order = table.argsort()
-            # (batch, heads, pages * PAGE, dim) to (pages of all, heads, PAGE, dim)
+            # (batch, heads, pages * PAGE, dim) to (batch * pages, heads, PAGE, dim)
             caches = [
                 x.unflatten(2, (pages, PAGE)).transpose(1, 2).flatten(0, 1)[order].contiguous()
                 for x in caches
@@ -131,7 +131,7 @@ def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("lengths", [[5, 9, 40], [17, 64, 33], [700, 640, 515]], ids=str)
 def test_prefill_and_gradients(lengths, dtype, isa):
     if min(lengths) <= LONGEST_OF_VECTORS and isa.startswith("amx"):
-        pytest.skip("reason: with AMX, vectors compute short sequences")
+        pytest.skip("reason: with AMX, short sequences run on vector units")
     check_prefill(lengths, 64, dtype)
 
 
@@ -169,9 +169,9 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
 
 
 def test_packed_batch(isa):
-    """Packing leaves results bitwise identical even if the CPU kernels prefetch the next head."""
+    """Packed and single sequences give identical bits, even if kernels prefetch the next head."""
     if isa.startswith("amx"):
-        pytest.skip("reason: with AMX, vectors compute short sequences")
+        pytest.skip("reason: with AMX, short sequences run on vector units")
     lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
     assert 4 * sum(lengths) * 8 * 32 * 4 > 2**20
     check_packed(lengths, lengths, 32, torch.float32)
@@ -179,9 +179,9 @@ def test_packed_batch(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_packed_prompts_and_decoding_steps(dtype, isa):
-    """Packing leaves results bitwise identical even if sequences run on different kernels."""
+    """Packed and single sequences give identical bits, even if they run on different kernels."""
     if isa.startswith("amx"):
-        pytest.skip("reason: with AMX, vectors compute short sequences")
+        pytest.skip("reason: with AMX, short sequences run on vector units")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]
     check_packed(lengths_q, lengths_k, 64, dtype)
 

@@ -77,7 +77,7 @@ def stacked(rows):
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.thinned("second order is there", create_graph=[False])
+@pytest.mark.thinned("covered by create_graph=True", create_graph=[False])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)

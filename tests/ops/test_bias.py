@@ -1,4 +1,4 @@
-"""Float masks: gradients, and very negative values."""
+"""Float masks: their gradients, and very negative biases."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ BIAS_SHAPES = [
 
 
 @ONE_16_BIT_TYPE
-@pytest.mark.sampled("the same bias again", dtype=[torch.float32, torch.float64], own_dtype=[True])
-@pytest.mark.thinned("its own type is there", dtype=[torch.bfloat16], own_dtype=[False])
+@pytest.mark.sampled("covered by False", dtype=[torch.float32, torch.float64], own_dtype=[True])
+@pytest.mark.thinned("covered by True", dtype=[torch.bfloat16], own_dtype=[False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("own_dtype", [False, True], ids=["bias_f32", "bias_same"])
@@ -79,9 +79,9 @@ def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
-    """The gradient of a bias that is constant over the keys equals the gradient of lse.
+    """The gradient of a bias that is constant over the keys is within the contract.
 
-    The rounding of the output to 16 bits must not affect it.
+    It equals the gradient of lse; terms from the rounding of out to 16 bits would not cancel.
     """
     base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
     tensors = random_qkv(2, 2, 2, 60, 150, 32)

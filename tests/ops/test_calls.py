@@ -70,7 +70,7 @@ def test_masks_in_turn(make, options, grad):
 
 
 def test_bias_that_requires_grad_later():
-    """A bias whose values were cached as constants has a gradient once it requires one."""
+    """A bias that was cached as a constant has a gradient once requires_grad is set."""
     q, k, v = qkv(2, 3, 40, 16)
     bias = torch.randn(3, 40, 40, requires_grad=True)
     mask = masks.bias(torch.randn(3, 40, 40))
@@ -194,7 +194,7 @@ def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
     assert not mask.memo
 
 
-def test_a_residual_gives_the_same_with_its_sum_and_without():
+def test_norms_do_not_depend_on_return_residual():
     """The norm of a sum is bitwise identical with and without return_residual and gradients."""
     x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")
     weight = torch.ones(128)

@@ -42,7 +42,7 @@ def test_flat_and_back(call):
     assert len(flat) == len(call.NAMES) and all(
         a is b for a, b in zip(flat, again.flat(), strict=True)
     )
-    assert type(call).of_flat((*flat, "more")).flat() == flat  # arguments of an op after the call
+    assert type(call).of_flat((*flat, "more")).flat() == flat  # further arguments of an op
     bare = call.without_tensors()
     assert all(t is None for t in bare.tensors()) and len(call.tensors()) == len(call.TENSORS)
     back = bare.with_tensors(call.tensors())
@@ -79,7 +79,7 @@ def test_a_new_field_is_one_line():
 
 
 def test_kernels_read_every_field():
-    """The compiled CPU module reads every field of the Python classes."""
+    """The compiled CPU module reads every field of calls, masks and options."""
     check_fields(_cpu.FIELDS)
     nested = {"mask": MaskSpec, "options": AttentionOptions}
     every = [f for cls in (AttentionCall, *nested.values()) for f in fields(cls)]
@@ -88,7 +88,7 @@ def test_kernels_read_every_field():
 
 
 class Toy(Backend):
-    """User-defined backend, with eager math for head_dim 3 only."""
+    """Backend that computes eager attention for head_dim 3 only."""
 
     name = "toy"
     differentiable = True
@@ -104,7 +104,7 @@ class Toy(Backend):
 
 
 def test_a_new_backend_is_one_entry(monkeypatch):
-    """A registered backend is the default for calls that it supports; errors quote its refusals."""
+    """A registered backend is the default for calls that it supports; errors quote its reasons."""
     monkeypatch.setattr(registry, "BACKENDS", {"toy": Toy(), **registry.BACKENDS})
     monkeypatch.setattr(registry, "_first_on", lambda *_: registry.BACKENDS["toy"])
     monkeypatch.setattr(Toy, "calls", 0, raising=False)

@@ -31,12 +31,10 @@ def check(tensors, mask, dtype, backend="cpp", **options):
     assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
 
 
+@pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
+@pytest.mark.thinned("covered by 1 and 16 queries", seqlen_q=[5])
 @pytest.mark.thinned(
-    "kernels see fields; other masks are in test_attention.py", name=set(MASKS) - set(FIELDS)
-)
-@pytest.mark.thinned("1 and 16 are there", seqlen_q=[5])
-@pytest.mark.thinned(
-    "masks are read alike for each type", dtype=[torch.bfloat16], name=set(MASKS) - {"ragged_left"}
+    "masks are read alike in each dtype", dtype=[torch.bfloat16], name=set(MASKS) - {"ragged_left"}
 )
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -48,8 +46,8 @@ def test_masks(name, seqlen_q, dtype, backend):
     check(random_qkv(*shape, 40, 24), MASKS[name](2, 4, seqlen_q, 300), dtype, backend)
 
 
-def test_is_another_kernel():
-    """Without gradients, one query runs on the decode kernel, as its different rounding shows."""
+def test_one_query_runs_on_the_decode_kernel():
+    """A call for inference uses the decode kernel, which rounds differently from training."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
     call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
@@ -58,7 +56,7 @@ def test_is_another_kernel():
     torch.testing.assert_close(*outs)
 
 
-def test_compiled_calls_take_it_too():
+def test_compiled_calls_run_on_the_decode_kernel():
     query, key, value = (t.float() for t in random_qkv(1, 4, 4, 1, 2000, 64).values())
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -127,7 +125,7 @@ def test_invisible_nan_stays_where_it_is(dtype, backend):
 
 
 @ONE_16_BIT_TYPE
-@pytest.mark.thinned("each width is there in float32", dtype=[torch.bfloat16], dim=[32, 96, 192])
+@pytest.mark.thinned("all widths are covered in float32", dtype=[torch.bfloat16], dim=[32, 96, 192])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("dim", WIDTHS)
@@ -155,7 +153,7 @@ def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
     torch.testing.assert_close(view, copy)
 
 
-@pytest.mark.thinned("3 are there", rows=[1])
+@pytest.mark.thinned("covered by 3 rows", rows=[1])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
 @pytest.mark.parametrize("rows", [1, 3])

@@ -23,7 +23,7 @@ from fused_attn.backends import get_backend
 from fused_attn.call import handlers
 
 CAPACITY, PAGE = 304, 16
-# Some sequences have nothing yet, or fill the cache; the new positions go across pages.
+# Number of new positions -> lengths before the step: empty, short, and filling the cache after it.
 LENGTHS = {0: (0, 37, CAPACITY), 1: (0, 37, CAPACITY - 1), 19: (0, 37, CAPACITY - 19)}
 LAYOUTS = ["whole", "pages", "transposed"]
 KERNELS_OF_CACHES = [
@@ -83,7 +83,7 @@ class Cache:
 def cached(lengths, new, layout, mask=None, **options):
     """Return function(backend)(query, key, value) for `assert_outputs_like_eager`.
 
-    The reference runs without a cache.
+    The eager reference attends to key and value without a cache.
     """
 
     def of(backend):
@@ -118,14 +118,14 @@ def check_cached(shape, new, layout, dtype, backend, mask=None, **options):
 
 
 @ONE_16_BIT_TYPE
-@pytest.mark.thinned("torch operations copy pages", layout=["whole", "transposed"])
-@pytest.mark.thinned("each is there in float32", new=[0, 19], dtype=[torch.bfloat16])
+@pytest.mark.thinned("covered by pages", layout=["whole", "transposed"])
+@pytest.mark.thinned("covered in float32", new=[0, 19], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("new", LENGTHS)
 def test_cache(new, layout, dtype, backend):
-    # Head dimensions of whole chunks, and others; one tile of rows, and several.
+    # Head dims that are multiples of a vector, and others; one query tile, and several.
     for shape in ((4, 2, 1, 40, 24), (4, 2, 19, 64, 64), (1, 1, 3, 36, 5)):
         check_cached(shape, new, layout, dtype, backend)
 
@@ -142,9 +142,9 @@ def test_cache_of_the_reference(new, layout):
 
 @ONE_16_BIT_TYPE
 @pytest.mark.thinned(
-    "as without a cache", name=set(MASKS) - {"window", "padding", "dense_full", "bits"}
+    "covered without a cache", name=set(MASKS) - {"window", "padding", "dense_full", "bits"}
 )
-@pytest.mark.thinned("as without a cache", name=["window", "padding"], dtype=[torch.bfloat16])
+@pytest.mark.thinned("covered without a cache", name=["window", "padding"], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
@@ -318,7 +318,7 @@ def test_errors_of_caches(changes, message):
 
 @pytest.mark.parametrize("attn_mask", [None, torch.zeros(3, 40)], ids=["plain", "masked"])
 def test_calls_that_other_code_intercepts(attn_mask):
-    """Decoding steps are not counted by stats(), and are refused if calls run on several ranks."""
+    """Decoding steps are not counted by stats(), and raise under a handler of distributed calls."""
     arguments = _arguments(attn_mask=attn_mask)
     with fused_attn.stats() as counts:
         fused_attn.decode_attention(**arguments)
@@ -344,7 +344,7 @@ def test_types_of_caches(changes):
 
 @pytest.mark.parametrize("head_dim", [64, 300])
 def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
-    """Cache rows after the end of a sequence have no effect."""
+    """NaN in cache rows after the end of a sequence has no effect."""
     lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
     caches = [torch.full((2, 4, 16, head_dim), float("nan")) for _ in "kv"]
     for cache in caches:

@@ -52,8 +52,8 @@ def test_generator_against_known_answers():
         assert tuple(int(w) for w in words) == want
 
 
-# Over 2^22 decisions, a share or a correlation has a standard deviation of at most 2^-11. An error
-# of 0.005 is ten of these. It exceeds LIMIT with a probability of more than 0.9999998.
+# A share or correlation of 2^22 decisions has a standard deviation of at most 2^-11. LIMIT counts
+# standard deviations; an error of 0.005 is ten of them, and is found with p > 0.9999998.
 DRAWN = (2, 8, 512, 512)
 LIMIT = 5.0
 
@@ -81,7 +81,7 @@ def test_decisions_are_independent():
                 continue
             length = DRAWN[dim] - apart
             one, two = signs.narrow(dim, 0, length), signs.narrow(dim, apart, length)
-            # In units of the deviation of all decisions.
+            # Scaled so that all correlations have the standard deviation of a mean over `signs`.
             share = (one.numel() / signs.numel()) ** 0.5
             correlations[f"dim {dim}, {apart} apart"] = (one * two).mean() * share
     worst = max(correlations, key=lambda name: abs(correlations[name]))
@@ -89,7 +89,7 @@ def test_decisions_are_independent():
 
 
 def test_decisions_of_a_counter():
-    """The 8 decisions of a Philox counter take all 256 values equally often (chi-squared test)."""
+    """The 8 decisions of a Philox counter are uniform over 256 patterns (chi-squared test)."""
     octets = drawn(11).reshape(-1, 8).long() @ (1 << torch.arange(8))
     counts = torch.bincount(octets, minlength=256).double()
     expected = octets.numel() / 256
@@ -97,7 +97,7 @@ def test_decisions_of_a_counter():
     assert abs(statistic - 255) < LIMIT * (2 * 255) ** 0.5
 
 
-@pytest.mark.thinned("0.5 is there", dropout_p=[0.1, 0.9], dtype=[torch.bfloat16])
+@pytest.mark.thinned("covered by 0.5", dropout_p=[0.1, 0.9], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -134,7 +134,7 @@ def test_masks_do_not_move_the_dropout_mask(backend):
     assert torch.equal(got, expected_by_attention(backend, 0.3) & visible)
 
 
-@pytest.mark.thinned("an odd width is there", columns=[3, 64])
+@pytest.mark.thinned("covered by an odd width", columns=[3, 64])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("columns", [3, 64, 193])
 def test_norm_mask(columns, backend):
@@ -166,7 +166,7 @@ def test_seed_comes_from_torch(backend):
 SEEDS = [0, 7, -3, (1 << 63) + 5, (1 << 64) - 1]
 
 
-@pytest.mark.thinned("numbers of 64 bits are there", seed=SEEDS[:3])
+@pytest.mark.thinned("covered by 64-bit seeds", seed=SEEDS[:3])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seed_of_the_caller(seed, backend):
@@ -217,10 +217,10 @@ def test_compiled_with_a_seed():
         got, want = compiled(x, seed), step(x, numpy.int64(seed))
         assert torch.equal(got, want)
         grads = [torch.autograd.grad(out.sum(), x)[0] for out in (got, want)]
-        torch.testing.assert_close(*grads)  # three terms, summed in another order
+        torch.testing.assert_close(*grads)  # terms of query, key and value in any order
 
 
-def test_seeds_that_are_none():
+def test_invalid_seeds():
     x = torch.randn(1, 1, 4, 8)
     for seed, error in (
         (1.0, TypeError), (True, TypeError), (torch.tensor(1.0), TypeError),

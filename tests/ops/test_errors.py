@@ -120,7 +120,7 @@ CASES = {
         lambda: sdpa(scale=torch.ones(4)),
         TypeError, "scale must be a float, got a torch.float32 tensor of shape (4,)",
     ),
-    "scale_that_learns": (
+    "scale_with_gradient": (
         lambda: sdpa(scale=torch.tensor(0.3, requires_grad=True)),
         TypeError, "scale must not require grad: its gradient is not computed",
     ),
@@ -339,7 +339,7 @@ def test_error(name):
 VARIABLE = "FUSED_ATTN_BACKEND"
 
 
-def test_the_variable_that_names_the_backend_is_named(monkeypatch):
+def test_errors_name_the_backend_variable(monkeypatch):
     x = torch.randn(1, 1, 2, 8)
     monkeypatch.setenv(VARIABLE, "sdpa")
     with pytest.raises(NotImplementedError, match=r"\(FUSED_ATTN_BACKEND=sdpa rules out"):
@@ -354,8 +354,8 @@ def test_the_variable_that_names_the_backend_is_named(monkeypatch):
         sdpa(backend="faster")
 
 
-def test_problems_in_a_few_words():
-    """The repr of a problem leaves out default properties."""
+def test_repr_of_problems():
+    """The repr of a problem omits default properties."""
     gpu = torch.device("cuda:0")
     wide = AttentionProblem(gpu, torch.bfloat16, 300, 300, mask="causal")
     assert repr(wide) == "attention(bfloat16 on cuda:0, head_dim 300, causal)"

@@ -1,4 +1,4 @@
-"""Attention and gradients on the CPU kernels for few queries, which use no query tiles."""
+"""Outputs and gradients of the CPU kernels for few queries, which do not use query tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fused_attn import functional, masks
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """Results with every mask are within the numerics contract, with partial blocks and vectors."""
+    """Every mask is within the numerics contract, with a partial KV block and partial vectors."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -29,7 +29,7 @@ def test_sizes(seqlen_q, seqlen_k, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_block_that_only_the_last_queries_leave(dtype, isa):
-    """A KV block is full only if it is visible to all 8 queries, even with tiles of 4 queries."""
+    """Results are correct if a KV block is visible to the first 4 of 8 queries, but not to all."""
     tensors = random_qkv(1, 2, 2, 8, 190, 64)
     window = masks.sliding_window(121, 0, align="bottom_right")
     assert_like_eager(attention(window), tensors, dtype, "cpp")
@@ -47,7 +47,7 @@ def test_bias_and_options(options, dtype, isa):
 def test_one_key_has_all_the_weight(dtype, isa):
     """Results are within the numerics contract if one key has nearly all the weight.
 
-    For this, the backward must recompute scores with the same rounding as the forward.
+    They are only if the backward recomputes scores with the same rounding as the forward.
     """
     tensors = random_qkv(2, 4, 4, 4, 300, 64)
     tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)

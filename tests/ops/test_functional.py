@@ -24,7 +24,7 @@ SHAPES = {  # query, key, value
 }
 
 
-@pytest.mark.thinned("views become the same calls on all backends", name=[*SHAPES][4:])
+@pytest.mark.thinned("these calls become 4-D before dispatch", name=[*SHAPES][4:])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_as_in_torch(name, backend):

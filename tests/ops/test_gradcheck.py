@@ -1,7 +1,7 @@
-"""gradcheck and gradgradcheck in float64; the first order runs on the kernels.
+"""gradcheck and gradgradcheck in float64; the kernels compute the first-order gradients.
 
-For backends without float64, other files test the first order, and the end of this file tests
-the second.
+For backends without float64, other files test first-order gradients, and the end of this file
+tests second-order gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def finite(lse):
 
 
 @pytest.mark.sampled(
-    "others have softcap and dropout",
+    "other masks cover softcap and dropout",
     name=["causal", "ragged", "alibi", "bias_with_inf"],
     options=[{"softcap": 1.5}, {"dropout_p": 0.4}],
 )
@@ -61,7 +61,7 @@ def test_attention(name, fast, options, backend):
 
     inputs = leaves((2, 2, 5, 3), (2, 1, 7, 3), (2, 1, 7, 4), (2, 1, 5, 7))
     assert gradcheck(run, inputs, check_batched_grad=True)
-    assert gradgradcheck(run, inputs, fast_mode=fast)  # batches are in test_batched_gradients.py
+    assert gradgradcheck(run, inputs, fast_mode=fast)  # batched: test_batched_gradients.py
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("isa", TILE_ISAS, indirect=True)
 
 
 def without_lse(mask=None, **options):
-    """Return the function of helpers.attention for calls that request only out."""
+    """Return function(backend)(query, key, value), which computes out but not lse."""
 
     def of(backend):
         named = options if backend == "cpp" else {**options, "backend": backend}
@@ -109,7 +109,7 @@ POWERS = {
 def test_powers_of_2(name, isa):
     """Float32 results are within the numerics contract for very small and very large operands."""
     if isa.startswith("amx") and name.startswith("subnormal"):
-        pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
+        pytest.skip("reason: AMX treats bfloat16 subnormals as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
     for tensor, powers in POWERS[name].items():
         powers = torch.as_tensor(powers, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_powers_of_2(name, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 3e38, 1e-30])
-def test_what_nobody_sees(hidden, dtype, isa):
+def test_fully_masked_keys_do_not_matter(hidden, dtype, isa):
     """Results are correct if fully masked keys and values are NaN, very large or very small."""
     tensors = random_qkv(2, 2, 2, 70, 139, 32)
     inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
@@ -145,7 +145,7 @@ def test_what_nobody_sees(hidden, dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
+def test_an_infinite_value_reaches_the_queries_that_attend_to_it(dtype, isa):
     query, key, value = (t.to(dtype) for t in random_qkv(1, 1, 1, 70, 139, 32).values())
     value[0, 0, 66, 3] = float("inf")
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -177,7 +177,7 @@ def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
 def test_scores_far_apart(mask, size, dtype, isa):
     """Results are within the numerics contract if scores are far outside the range of exp."""
     if size > torch.finfo(dtype).max / 10:
-        pytest.skip("reason: not a float16")
+        pytest.skip("reason: outside the range of float16")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
     tensors["query"] *= size
     check(tensors, dtype, mask and masks.causal())
@@ -193,7 +193,7 @@ def test_scores_that_are_nearly_the_same(scale, dtype, isa):
 def test_results_below_the_normal_numbers(isa):
     """Subnormal bfloat16 outputs are not flushed to 0."""
     if isa.startswith("amx"):
-        pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
+        pytest.skip("reason: AMX treats bfloat16 subnormals as 0")
     query, key, value = (torch.zeros(1, 1, 139, 64, dtype=torch.bfloat16) for _ in range(3))
     value[0, 0, :3] = 1.5 * 2.0**-126
     out = F.scaled_dot_product_attention(query, key, value)

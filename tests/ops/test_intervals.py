@@ -19,7 +19,7 @@ CPU, INF = torch.device("cpu"), float("inf")
 
 
 def blocks_of(counts, indices, columns):
-    """Check the form of the block lists, and return the listed blocks as a bool matrix."""
+    """Check the format of block lists, and return a bool matrix that is True for listed blocks."""
     assert counts.dtype == indices.dtype == torch.int32
     assert counts.is_contiguous() and indices.is_contiguous() and indices.shape[-1] == columns
     listed = torch.arange(columns) < counts[..., None]
@@ -29,7 +29,7 @@ def blocks_of(counts, indices, columns):
 
 
 def check_blocks(intervals, visible, block_size, *, exact):
-    """Compare the block lists with create_block_mask of the dense mask."""
+    """Compare block lists with create_block_mask; if not `exact`, more may be listed as partial."""
     batch, heads, seqlen_q, seqlen_k = visible.shape
     blocks = [-(-n // b) for n, b in zip((seqlen_q, seqlen_k), block_size, strict=True)]
     lists = block_lists(intervals, block_size)
@@ -54,7 +54,7 @@ def check_blocks(intervals, visible, block_size, *, exact):
 
 
 def elements_of(intervals, shape):
-    """Evaluate intervals and remaining conditions, position by position."""
+    """Return the visible positions, computed from intervals and remaining conditions."""
     key, rest, rows = torch.arange(intervals.seqlen_k), intervals.rest, intervals.rows
     inside = (key >= intervals.begin[..., None]) & (key < intervals.end[..., None])
     visible = inside[:, None]
@@ -71,7 +71,7 @@ def elements_of(intervals, shape):
     return visible & visible_of(rest, shape)
 
 
-@pytest.mark.sampled("the first hundred are there", start=range(100, 600))
+@pytest.mark.sampled("covered by the first hundred masks", start=range(100, 600))
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_structured_masks(start):
     """Intervals of random masks equal the dense mask, and block lists equal FlexAttention's."""
@@ -88,7 +88,7 @@ def test_structured_masks(start):
         assert torch.equal(unmasked, visible.any(2)), number
 
 
-@pytest.mark.sampled("the first hundred are there", start=range(100, 300))
+@pytest.mark.sampled("covered by the first hundred masks", start=range(100, 300))
 @pytest.mark.parametrize("start", range(0, 300, 100))
 def test_other_masks(start):
     """Block lists of dense tensors and shuffled documents include every visible block."""
@@ -131,7 +131,7 @@ def test_long_sequences(kind):
         seconds.append(time.perf_counter() - begin)
     full = int(lists.full_kv_num_blocks.sum())
     assert full == 256 * 255 // 2 if kind == "causal" else full < 256 * 4
-    # It takes 6 ms; the limit excludes work that is quadratic in the length, on any machine.
+    # Block lists take 6 ms; work quadratic in the length would exceed 1 s on any machine.
     assert min(seconds) < 1.0
 
 

@@ -27,7 +27,7 @@ from fused_attn.call.norm import NormCall, NormOptions
 def test_attention(name, dtype, isa):
     """Attention with every mask is within the numerics contract.
 
-    There are 75 queries, because float32 calls with at most 64 do not run on AMX.
+    There are 75 queries, because float32 calls with at most 64 queries do not run on AMX.
     """
     mask = MASKS[name](3, 4, 75, 149)
     tensors = random_qkv(3, 4, 2, 75, 149, 36, 20)
@@ -103,14 +103,14 @@ def test_scores_of_float16_are_those_of_float32(isa):
     _, lse = functional.scaled_dot_product_attention(query, key, key, return_lse=True)
     terms = query.double() * key.double() * 40**-0.5
     truth = terms.sum(-1)
-    # float32 sums of 40 terms reach 2^-22 of this, on every instruction set; 17 bits are 2^-17.
+    # Relative errors reach 2^-22 for float32 sums of 40 terms; with 17-bit operands, 2^-17.
     assert ((lse - truth).abs() <= 2.0**-21 * (terms.norm(dim=-1) + truth.abs())).all()
 
 
-def test_few_products_take_vectors():
+def test_small_float32_calls_run_on_avx512():
     """Small float32 calls run on AVX-512 instead of AMX, forward and backward."""
     if not cpp.isa().startswith("amx"):
-        pytest.skip("reason: AMX is not the choice here")
+        pytest.skip("reason: AMX is not the default here")
 
     def run(isa, seqlen_q):
         tensors = [t.requires_grad_() for t in random_qkv(1, 2, 2, seqlen_q, 200, 32).values()]

@@ -16,8 +16,7 @@ from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 BATCH, HEADS, SEQLEN, DIM = SHAPE = (2, 3, 5, 8)
-# Orders of the dimensions in memory, outermost first: that of attention, that of batch-first
-# modules, that of other modules, and all others.
+# Memory orders of batch (b), heads (h) and length (l), outermost first; head_dim is innermost.
 ORDERS = {
     "".join("bhl"[i] for i in order): (*order, 3) for order in itertools.permutations(range(3))
 }
@@ -25,7 +24,7 @@ every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 def lying(order, device="cpu", shape=SHAPE):
-    """Return a random tensor of a shape, with its dimensions stored in the given order."""
+    """Return a random tensor of a shape whose dimensions lie in memory in the given order."""
     places = [order.index(dim) for dim in range(len(order))]
     return torch.randn([shape[dim] for dim in order], device=device).permute(places)
 
@@ -47,7 +46,7 @@ def test_output_lies_as_that_of_torch(order, masked):
 def test_views_that_work_with_torch(backend):
     there = device_of(backend)
     contiguous = torch.randn(SHAPE, device=there)
-    packed = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, device=there)  # one packed projection
+    packed = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, device=there)  # a packed QKV projection
     wide = torch.randn(BATCH, HEADS, SEQLEN, 2 * DIM, device=there)
     for value in (contiguous, wide):
         out = F.scaled_dot_product_attention(contiguous, contiguous, value, backend=backend)
@@ -72,16 +71,17 @@ def test_gradients_lie_as_their_tensors(order, backend):
     assert [g.stride() for g in grads] == [leaf.stride() for leaf in leaves]
 
 
-@pytest.mark.thinned("one order is there", order=[ORDERS["lbh"]])
+@pytest.mark.thinned("covered by the order blh", order=[ORDERS["lbh"]])
 @pytest.mark.sampled(
-    "two orders are there", order=[v for n, v in ORDERS.items() if n not in ("blh", "lbh")]
+    "covered by the orders blh and lbh",
+    order=[v for n, v in ORDERS.items() if n not in ("blh", "lbh")],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @every_order
 def test_fakes_agree(order, backend):
     there = device_of(backend)
     query, key = lying(order, there), lying((0, 2, 1, 3), there)
-    last = lying((0, 1, 3, 2), there)  # kernels copy it first
+    last = lying((0, 1, 3, 2), there)  # kernels need a copy of this layout
     for call in (
         AttentionCall(query, key, key, MaskSpec(), AttentionOptions(1.0)),
         AttentionCall(last, query, query, MaskSpec(), AttentionOptions(1.0)),
@@ -95,7 +95,8 @@ def test_fakes_agree(order, backend):
 
 
 @pytest.mark.sampled(
-    "two orders are there", order=[v for n, v in ORDERS.items() if n not in ("bhl", "lbh")]
+    "covered by the orders bhl and lbh",
+    order=[v for n, v in ORDERS.items() if n not in ("bhl", "lbh")],
 )
 @every_order
 def test_compiled_with_sizes_as_symbols(order):
@@ -113,7 +114,7 @@ def test_compiled_with_sizes_as_symbols(order):
 
 
 class _Copies(TorchDispatchMode):
-    """Mode that counts copies."""
+    """Dispatch mode that counts clones and copies of tensors."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Masks from functions of positions, BlockMasks and unions, and the structure found in them."""
+"""Masks from mask functions, BlockMasks and unions, and the structure recognized in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY_IDS = torch.cat([IDS, torch.full((11,), 2)])
 LENGTHS, PREFIXES = torch.tensor([40, 61]), torch.tensor([7, 20])
 TABLE = torch.rand(H, LQ, LK, generator=torch.Generator().manual_seed(0)) > 0.5
 
-# Function, and the kind of MaskSpec: "dense" needs a tensor of queries x keys, "keys" one of keys.
+# mask_mod, and the kind of its MaskSpec: "dense" has a (seqlen_q, seqlen_k) mask, "keys" a key mask
 MODS = {
     "causal": (lambda b, h, q, k: q >= k, "causal"),
     "all": (lambda b, h, q, k: q >= 0, "none"),
@@ -70,7 +70,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 
 @pytest.mark.parametrize(("name", "heads"), [("windows of heads", H), ("table", H), ("dilated", 1)])
 def test_tables(name, heads):
-    """A table differs between heads only if the mask function does; on a GPU, the mask is dense."""
+    """Tables have several heads only if mask_mod depends on the head; on CUDA, masks are dense."""
     spec = normalize(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.empty(0))
     table = spec.intervals if spec.bits is None else spec.bits
     assert table.shape[:2] == (1, heads)
@@ -211,7 +211,7 @@ def test_each_shape_is_evaluated_once():
 
 
 def attend(query, key, mask, lengths):
-    """Decode with caches that are filled to some lengths."""
+    """Decode with `key` as both caches, filled up to the given lengths."""
     return fused_attn.decode_attention(query, key, key, cache_lengths=lengths, attn_mask=mask)
 
 
@@ -259,7 +259,7 @@ def test_tensors_of_a_closure_may_change():
 
 
 def test_functions_that_are_tuples():
-    """A mask function may be a NamedTuple with __call__; it is not taken for a tuple of masks."""
+    """A mask function may be a NamedTuple with a __call__ method."""
 
     class Window(NamedTuple):
         left: int

@@ -1,7 +1,7 @@
 """Masks that are tensor subclasses.
 
 A CausalBias becomes a causal mask, a subclass without overrides is read as a tensor, and all
-others are refused.
+other subclasses are refused.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_plain_subclasses_are_tensors(qkv):
     ],
     ids=["function", "dense", "module"],
 )  # fmt: skip
-def test_others_are_refused(call, qkv):
-    """Masked tensors and other subclasses are refused: their memory may not hold their values."""
+def test_subclasses_with_overrides_are_refused(call, qkv):
+    """Masked tensors and subclasses with overrides are refused; memory may lack their values."""
     visible = torch.rand(47, 47) < 0.5
     for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
         with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):
@@ -138,6 +138,6 @@ def test_repr_shows_no_values():
 
 
 @pytest.mark.parametrize("lengths", [None, "ab", 1.5])
-def test_lengths_that_are_none(lengths):
+def test_invalid_lengths(lengths):
     with pytest.raises((TypeError, ValueError), match="key_lengths must"):
         masks.padding(lengths)

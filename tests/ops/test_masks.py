@@ -1,4 +1,4 @@
-"""Masks compared with their documentation, position by position, in plain Python."""
+"""Masks and kernels agree with a plain Python definition of each mask at every position."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_bias_is_not_copied(dtype):
 
 
 def test_checksums():
-    """Checksums depend on conditions, tensors, functions and the values that functions read."""
+    """Checksums depend on conditions, tensors, functions and values captured by functions."""
 
     def above(n):
         return lambda b, h, q, k: q > k + n
@@ -182,7 +182,7 @@ def test_combination_commutes_and_types():
         one & torch.ones(3)
 
 
-def test_copies_do_not_take_over_what_is_kept():
+def test_copies_do_not_share_cached_values():
     visible = torch.ones(LEN_Q, LEN_K, dtype=torch.bool)
     visible.fill_(True)
     mask = masks.dense(visible)
@@ -231,7 +231,7 @@ def test_lengths_and_ids_may_be_on_the_cpu():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_to_where_it_is_gives_the_mask_itself(name):
+def test_to_the_same_device_returns_the_mask(name):
     mask, _ = CASES[name]
     assert mask.to("cpu") is mask
 

@@ -31,7 +31,7 @@ def step(seqlen):
     out = F.scaled_dot_product_attention(*x, mask, backend="cpp", **options)
     out.sum().backward()
 
-step(64)  # code and pools are loaded
+step(64)  # loads code and fills memory pools
 before = peak()
 peaks = {}
 for seqlen in (4096, 8192):

@@ -20,17 +20,15 @@ from norm_cases import LAYOUTS, norm, tensors_of
 from fused_attn import functional as F
 from fused_attn import use_backend
 
-# rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
-# a row of 64 Ki elements.
+# (rows, columns): one element, odd sizes around a vector, more rows than there are partial weight
+# gradients, and rows of 64 Ki elements.
 SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
 
 
-@pytest.mark.thinned("float32 has the rest", dtype=[torch.bfloat16], affine=[False])
+@pytest.mark.thinned("covered in float32", dtype=[torch.bfloat16], affine=[False])
 @ONE_16_BIT_TYPE
-@pytest.mark.thinned(
-    "test_triton_norm.py has the rest of long rows", shape=SHAPES[-1:], affine=[False]
-)
-@pytest.mark.thinned("none and both are there", extras=["residual", "dropout"])
+@pytest.mark.thinned("test_triton_norm.py covers long rows", shape=SHAPES[-1:], affine=[False])
+@pytest.mark.thinned("covered by none and both", extras=["residual", "dropout"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -39,7 +37,7 @@ SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_norm(kind, extras, affine, shape, dtype, backend):
     if shape == (1, 1) and kind == "layer_norm":
-        pytest.skip("reason: one element minus its mean is 0 / 0 up to eps, and so are gradients")
+        pytest.skip("reason: the layer norm of one element is 0 / 0 up to eps")
     residual = extras in ("residual", "both")
     options = {"dropout_p": 0.25} if extras in ("dropout", "both") else {}
     assert_like_eager(
@@ -48,7 +46,9 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 
 
 @pytest.mark.sampled(
-    "two types are there", dtype=[torch.float64, torch.float16], shape=[(1370, 768), (258, 4099)]
+    "covered by float32 and bfloat16",
+    dtype=[torch.float64, torch.float16],
+    shape=[(1370, 768), (258, 4099)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
@@ -64,7 +64,7 @@ def test_rows_that_leave_the_caches(shape, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
-    """If input and weights share a 16-bit dtype, output and gradients have the same dtype."""
+    """If input and weights have one 16-bit dtype, output and gradients have this dtype too."""
     leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
     out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype
@@ -136,7 +136,7 @@ def test_no_copy_is_made(layout, needs_grad, backend):
     there = device_of(backend)
     views = [layout.view(torch.randn(layout.whole, device=there)) for _ in range(3)]
     if views[0].numel() == 0:
-        pytest.skip("reason: a copy of nothing is none")
+        pytest.skip("reason: empty views need no copy")
 
     def copies(tensors):
         x, residual, grad = (t.detach() for t in tensors)

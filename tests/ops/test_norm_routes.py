@@ -161,7 +161,7 @@ def test_changes_before_the_backward_are_errors(changed, looked_at):
 
 
 def test_results_may_be_changed(looked_at):
-    """Results may be changed in place: they are not views, and the backward does not read out."""
+    """Results can be changed in place before the backward, which does not read them."""
     leaves = tensors(residual=True)
     out, total = norm("layer_norm", **leaves, return_residual=True)
     out.add_(1.0).sum().backward()
@@ -179,7 +179,7 @@ def test_autocast():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_what_validation_looks_at(looked_at):
+def test_calls_that_are_validated(looked_at):
     x = torch.randn(3, 4, 8, requires_grad=True)
     own = torch.ones(8, dtype=torch.float64, requires_grad=True)
     calls = (

@@ -38,7 +38,7 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
 
 
 @pytest.mark.thinned(
-    "ops are the same for all masks",
+    "ops do not depend on the mask",
     options=[
         {"mask": "ragged", "dropout_p": 0.2},
         {"mask": "documents", "softcap": 2.0},
@@ -108,8 +108,8 @@ def attend_inputs():
     return *leaves, torch.randn(4, *SHAPE[3:], requires_grad=True), torch.tensor([70, 31])
 
 
-@pytest.mark.sampled("each compiler is there once", compiler=["inductor"], dynamic=[False])
-@pytest.mark.sampled("each compiler is there once", compiler=["aot_eager"], dynamic=[True])
+@pytest.mark.sampled("each compiler runs once", compiler=["inductor"], dynamic=[False])
+@pytest.mark.sampled("each compiler runs once", compiler=["aot_eager"], dynamic=[True])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compile_with_gradients(compiler, dynamic):
@@ -169,7 +169,7 @@ MASKS_OF_LENGTHS = {
 }
 
 
-@pytest.mark.sampled("both ways to export are there", backend=["sdpa", "eager"], strict=[True])
+@pytest.mark.sampled("cpp covers both ways to export", backend=["sdpa", "eager"], strict=[True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
 @pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
@@ -190,7 +190,7 @@ def test_export_of_any_length(backend, mask, strict):
     torch.testing.assert_close(program.module()(*longer), Attend()(*longer))
 
 
-def test_graphs_look_at_lengths_when_they_run():
+def test_ops_and_compiled_graphs_check_lengths():
     too_long = torch.zeros(1, 1, 1, 8).expand(1, 1, 1 << 29, 8)
     query = torch.zeros(1, 1, 1, 8)
     spec = mask_spec.MaskSpec()
@@ -204,7 +204,7 @@ def test_graphs_look_at_lengths_when_they_run():
         compiled(query, too_long, too_long)
 
 
-def test_compile_does_not_ask_where_autocast_is(monkeypatch):
+def test_compile_avoids_is_autocast_available(monkeypatch):
     """Compiled calls avoid is_autocast_available, which torch 2.9 and 2.10 cannot trace."""
     untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
@@ -248,7 +248,7 @@ def test_autocast(backend):
     assert normed.dtype == torch.float32
     out.float().sum().backward()
     assert leaf.grad.dtype == torch.float32
-    # With gradients too: the forward before a backward divides by the sum of the rounded weights.
+    # This call also needs grad: training forwards divide by the sum of the rounded weights.
     half = [t.bfloat16() for t in (query, key, value)]
     half[0].requires_grad_()
     direct = F.scaled_dot_product_attention(*half, enable_gqa=True, backend=backend)
@@ -343,7 +343,7 @@ def test_eager_calls_bypass_the_op(monkeypatch):
     assert calls
 
 
-def test_masks_keep_their_summary_and_notice_changes():
+def test_masks_cache_their_summary_until_changed():
     visible = torch.ones(200, 200, dtype=torch.bool)
     mask = masks.dense(visible)
     x = torch.randn(1, 1, 200, 8)

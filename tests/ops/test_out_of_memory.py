@@ -15,7 +15,7 @@ SUPPORT = Path(cuda_emulation.__file__).parent
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(sys.platform != "linux", reason="reason: LD_PRELOAD and /proc/self/maps")
+@pytest.mark.skipif(sys.platform != "linux", reason="reason: needs LD_PRELOAD and /proc/self/maps")
 @pytest.mark.parametrize(("backend", "seeds", "least"), [("cpp", 4, 1000), ("cuda", 3, 100)])
 def test_each_request_of_memory_fails(backend, seeds, least, tmp_path):
     if backend == "cuda" and "CUDA_EMULATED" not in os.environ:

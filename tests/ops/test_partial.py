@@ -59,7 +59,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the usual ones, and differ by out_residual."""
+    """Assert that partial results round to the usual results, which are off by out_residual."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)
@@ -77,8 +77,8 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
     if dtype.itemsize == 2:
         assert part.out_residual is None or part.out_residual.numel() == 0
         bits = whole.out.float().view(torch.int32) + whole.out_residual.int()
-        # A tie has a rounding error of 2^15 units, one more than out_residual can store; that of
-        # float16 subnormals is much larger.
+        # A tie has a rounding error of 2^15 units, one more than out_residual can store. Rounding
+        # errors of float16 subnormals are much larger, so they are excluded.
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
     with deterministic(part.out.is_cuda):
@@ -143,7 +143,7 @@ def test_backends_without_partial_results_say_so(name):
         ((67, 93), torch.bfloat16),
         ((1, 93), torch.float32),
         ((1, 93), torch.bfloat16),
-        ((67, 1), torch.float32),  # in 16 bits, the sum over keys cancels; the ring needs only lse
+        ((67, 1), torch.float32),  # in 16 bits, these sums over the keys cancel
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -175,7 +175,7 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
 
     def eager(own):
-        """Return the bias gradient of eager attention in the dtype that `Reference` passes."""
+        """Return the bias gradient of eager attention with operands in a dtype."""
         wide = own if own.itemsize > 2 else torch.float32
         leaf = bias.to(wide).cpu().requires_grad_()
         tensors = {n: getattr(call, n).to("cpu", own) for n in ("query", "key", "value")}

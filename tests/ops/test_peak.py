@@ -1,4 +1,4 @@
-"""Check that the loops that measure a CPU's peak rates contain all instructions they count."""
+"""The loops that measure a CPU's peak rates contain all instructions that they count."""
 
 from __future__ import annotations
 

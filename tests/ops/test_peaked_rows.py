@@ -12,7 +12,7 @@ from helpers import BACKENDS, device_of, random_qkv
 from fused_attn import functional as F
 from fused_attn.tools.checks import AttentionCheck
 
-# Sequential sums of head_dim products exceeded these limits by factors of up to 1.63.
+# Kernels that summed head_dim products sequentially exceeded the limits by up to a factor of 1.63.
 FOUND_IN_FLOAT32 = [
     AttentionCheck(shape="2,2,17,17,128", mask="causal", seed=12),
     AttentionCheck(shape="2,2,17,17,128", mask="window:7", result="lse", seed=12),
@@ -33,7 +33,7 @@ def test_found_in_float32(check, backend):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("cpp", "cuda")])
 @pytest.mark.parametrize("head_dim", [24, 96, 256])
 def test_a_row_of_one_key_has_no_gradient_of_its_score(head_dim, backend):
-    """A query with one visible key has gradient 0, because dP and delta round to the same value."""
+    """dP and delta round to the same value if a query attends to one key, so dS is exactly 0."""
     shape = 2, 4, 2, 17, 17, head_dim
     query, key, value = (t.to(device_of(backend)) for t in random_qkv(*shape).values())
     query.requires_grad_()

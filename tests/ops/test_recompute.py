@@ -12,7 +12,7 @@ from fused_attn import functional as F
 
 def attention(x, weight, **kwargs):
     heads = x.view(2, 24, 4, 16).transpose(1, 2)
-    query, key = heads.sin(), heads.cos()  # a budget can recompute these
+    query, key = heads.sin(), heads.cos()  # may be recomputed under a budget
     return F.scaled_dot_product_attention(query, key, heads * weight, dropout_p=0.5, **kwargs)
 
 
@@ -57,7 +57,7 @@ def check_compiled(function, budget, backend):
         assert_backward_drops_the_same(torch.compile(function, backend=backend, fullgraph=True))
 
 
-# One budget with which each function failed before; test_all_budgets has the others.
+# A budget with which each function once failed; test_all_budgets runs the functions with others.
 FAILED_AT = [
     (attention_twice, 0.0),
     (varlen, 0.7),

@@ -57,7 +57,7 @@ def rotary(
 
 
 def tables_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return random tables that are exact in 16 bits; cos and sin are independent."""
+    """Return independent random tables cos and sin, whose values are exact in 16 bits."""
     draw = drawn(5)
     cos, sin = (torch.randint(-64, 65, shape, generator=draw) / 64 for _ in range(2))
     return cos, sin

@@ -1,4 +1,4 @@
-"""Attention on plain tensors skips validation; dispatch paths give bitwise identical results."""
+"""Attention on plain tensors skips validation; all dispatch paths give identical bits."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_saved_tensors_that_hooks_change(route, change, which):
         torch.testing.assert_close(got.bfloat16(), wanted, rtol=0.1, atol=0.1)
 
 
-def test_checkpoints_draw_the_same(looked_at):
+def test_checkpoints_repeat_the_dropout_mask(looked_at):
     leaves = tensors(torch.float32)
 
     def attend(*qkv):
@@ -193,7 +193,7 @@ def test_checkpoints_draw_the_same(looked_at):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_validation_looks_at(looked_at):
+def test_calls_that_are_validated(looked_at):
     query, key, value = tensors(torch.float32)
     calls = (
         lambda: F.scaled_dot_product_attention(query[0], key[0], value[0]),
@@ -259,7 +259,7 @@ def test_packed_lengths_are_checked(looked_at):
 
 
 def test_packed_memory_is_not_kept():
-    """The cache of derived values does not keep cu_seqlens alive."""
+    """Values cached for cu_seqlens do not keep the tensor alive."""
     import gc
     import weakref
 

@@ -34,8 +34,8 @@ PARTS = {
 }
 
 
-# For backends that take seconds: two parts have an offsets in each dimension.
-FEWER = pytest.mark.thinned("everything is there", part=["rows", "heads", "batch"])
+# Slow backends run only the two parts that have an offset in each dimension.
+FEWER = pytest.mark.thinned("covered by the part 'everything'", part=["rows", "heads", "batch"])
 
 
 @pytest.fixture(params=list(PARTS))
@@ -77,7 +77,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 
 def assert_keeps(call, backend, keep, with_lse):
-    """Assert that dropout keeps the weights marked in `keep`; with_lse requests lse too."""
+    """Assert that dropout keeps exactly the weights that are True in `keep`."""
     out, _ = dispatch.run_attention(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 
@@ -108,15 +108,15 @@ def test_every_isa(dtype, part, isa):
 
 
 @pytest.mark.thinned(
-    "biased calls are there", dtype=[torch.float16, torch.bfloat16], biased=[False]
+    "covered by biased calls", dtype=[torch.float16, torch.bfloat16], biased=[False]
 )
-@pytest.mark.thinned("one 16-bit type is there", dtype=[torch.float16])
+@pytest.mark.thinned("covered by bfloat16", dtype=[torch.float16])
 @FEWER
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_part(biased, dtype, part, backend):
-    """Backward kernels keep the weights that the complete call keeps, as signs of gradients show.
+    """The signs of a shard's gradients show the dropout mask of the complete call.
 
     With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive exactly where the
     dropout mask Z is 1. Keys are the identity, so dQ is dS. The first columns of dO are the
@@ -283,7 +283,7 @@ def test_norms_on_every_isa(dtype, isa):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_norms(backend):
-    """Shards of norms whose rows are read in chunks drop the elements of the complete call."""
+    """Shards of norms with rows in several chunks drop the elements that complete calls drop."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
     total = dispatch.run_norm(call, True, backend)[1]
@@ -324,7 +324,7 @@ def test_second_order():
         torch.testing.assert_close(got, want)
 
 
-def test_origins():
+def test_attention_offsets():
     offsets = attention_offsets(
         3, row0=1, key0=8, head0=4, num_heads_global=6, batch0=5, device="cpu"
     )
@@ -336,7 +336,7 @@ def test_origins():
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def test_calls_that_have_no_such_origin():
+def test_invalid_dropout_offsets():
     call = shard(PARTS["everything"], "cpp")
     right = call.options.dropout_offsets
     for offsets in (right[:1], right.int(), right[:, :2], right.flatten()):

@@ -1,4 +1,4 @@
-"""Attention sinks, compared with a softmax that has one more column."""
+"""Attention sinks match a softmax with one additional column of scores."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_second_order():
         (torch.zeros(4, device="meta"), ValueError, "sinks must have device cpu"),
     ],
 )
-def test_what_sinks_must_be(sinks, error, message):
+def test_invalid_sinks(sinks, error, message):
     query, key, value = random_qkv(1, 4, 4, 5, 7, 16).values()
     with pytest.raises(error, match=message):
         F.scaled_dot_product_attention(query, key, value, sinks=sinks)

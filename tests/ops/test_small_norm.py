@@ -1,4 +1,4 @@
-"""Small layer norms are left to torch's kernels, which are faster for them."""
+"""Small layer norms run on torch's kernels, which are faster at these sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_kernels_have_the_rest(monkeypatch):
     assert own_node(F.layer_norm(x, 64, weight, bias, residual=x))
 
 
-def test_views_take_no_other_way(monkeypatch):
+def test_non_contiguous_rows(monkeypatch):
     """Norms of non-contiguous rows equal torch's, below and above the limit of small calls."""
     x = torch.randn(2, 64, 5, 6, requires_grad=True)
     want = torch.nn.functional.layer_norm(x.permute(0, 2, 3, 1), (64,))

@@ -1,4 +1,4 @@
-"""stats counts calls of attention by caller and by backend."""
+"""stats() counts attention calls, with their call sites and the reasons for torch's kernels."""
 
 import torch
 

@@ -135,7 +135,7 @@ def test_gradients_of_any_size(power, isa):
         out.backward(grad * factor if power > 0 else (grad.float() * factor).half())
         results.append([leaf.grad.float() / factor for leaf in leaves])
     for one, other in zip(*results, strict=True):
-        # The last bit that float16 has of a small gradient.
+        # The spacing of float16 subnormals, divided by the loss scale if it is below 1.
         lost = 2.0 ** (-24 - min(power, 0))
         assert (one - other).abs().max() <= 2e-3 * one.abs().max() + lost
 

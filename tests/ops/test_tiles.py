@@ -16,7 +16,8 @@ from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
 SHAPE = (3, 2, 301, 650)  # batch, num_heads, seqlen_q, seqlen_k
-# Document ranges overlap where ids are shuffled, and a summary cell may be larger than a tile.
+# Some tiles of these masks are partial though masked or full: ranges of shuffled document ids
+# overlap, and a summary cell may be larger than a tile.
 INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "dense_per_query"}
 
 

@@ -1,4 +1,4 @@
-"""Ordinary calls that once gave wrong results."""
+"""Regression tests for ordinary calls that once gave wrong results or unclear errors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_lazy_negation_is_seen():
 
 
 def test_masks_of_lazily_negated_tensors():
-    """ALiBi slopes and cu_seqlens that are lazily negated have the values that torch reads."""
+    """Lazily negated ALiBi slopes and cu_seqlens give the same results as materialized ones."""
     x, packed = torch.randn(1, 2, 5, 8), torch.randn(9, 2, 8)
     slopes, starts = torch.tensor([0.5, 2.0]), torch.tensor([0, 4, 9])
     assert torch.equal(

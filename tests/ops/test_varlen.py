@@ -1,4 +1,4 @@
-"""Packed sequences give the same results as in a padded batch."""
+"""Packed sequences give the same results as a padded batch."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def padded(packed, lengths):
     return whole.transpose(1, 2)
 
 
-@pytest.mark.thinned(
-    "kernels see fields; other masks are in test_attention.py", name=set(MASKS) - set(FIELDS)
-)
+@pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -85,7 +83,7 @@ def test_masks(name, dtype, backend):
 
 
 @pytest.mark.thinned(
-    "dropout is there", options=[{"is_causal": True}, {"softcap": 2.0, "scale": 0.4}]
+    "covered by dropout", options=[{"is_causal": True}, {"softcap": 2.0, "scale": 0.4}]
 )
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_a_mask_keeps_what_is_derived(backend):
     kept = packed_of(mask)
     assert torch.equal(run(mask), first)
     assert packed_of(mask) is kept
-    where[0][1] = where[1][1] = 25  # change the mask in place
+    where[0][1] = where[1][1] = 25  # change cu_seqlens in place
     assert torch.equal(run(mask), run(masks.dense(mask.tensors()[0])))
     assert packed_of(mask) is not kept
 

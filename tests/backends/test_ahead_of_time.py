@@ -29,17 +29,17 @@ from fused_attn.masks.spec import normalize
 
 BACKEND = get_backend("triton")
 
-# Matrix instructions for 16-bit types, of a group of warps (64 rows) and of a warp.
+# Matrix instructions for 16-bit types: of a warp group (64 rows or more), and of a single warp.
 GROUP_ROWS = 64
 GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
 BATCH, HEADS, LENGTH = 2, 8, 256
-# Limit in bytes per thread: the fastest configs spill a little with some masks.
+# Limit in bytes per thread, because the fastest configs spill a few registers with some masks.
 MEASURED_SPILLS = 128
 
 
 def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
-    """Return one mask for each mask code path of a kernel."""
+    """Return a mask for each of the kernels' code paths for masks."""
     ids = torch.arange(LENGTH) // 64
     return {
         "causal": masks.causal(),  # calls without a mask use the same kernel
@@ -93,7 +93,7 @@ def attention(
 
 
 def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32) -> None:
-    """Assert limits on spills and shared memory, and matrix instructions for 16-bit types."""
+    """Check spills and shared memory, and that 16-bit attention uses matrix instructions."""
     assert kernels
     measured = (arch, dtype.itemsize) == ("sm_90", 2)
     allowed = MEASURED_SPILLS if measured else 0
@@ -107,7 +107,7 @@ def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32
 
 
 def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
-    """Mark all cases outside `core` as thorough; compiling them all takes half an hour."""
+    """Mark cases outside `core` as thorough, because compiling all cases takes half an hour."""
     return [
         pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
     ]
@@ -115,7 +115,7 @@ def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
 
 NAMES = tuple(mask_classes(torch.float32))
 GRID = list(itertools.product(ARCHS, (torch.bfloat16, torch.float16, torch.float32), WIDTHS, NAMES))
-# Each architecture, each type, and the two kinds of mask code with the most registers.
+# Two architectures, all dtypes, and the two mask code paths with the most registers.
 CORE = {
     ("sm_90", torch.bfloat16, 128, "causal"),
     ("sm_90", torch.float32, 64, "causal"),
@@ -162,7 +162,7 @@ def test_options(options, arch):
     check(kernels, arch, torch.bfloat16)
 
 
-def test_lengths_do_not_compile_kernels_anew():
+def test_lengths_do_not_recompile_kernels():
     """Calls with different lengths, as with a growing KV cache, reuse the compiled kernels."""
     served: dict[str, set[str]] = {}
     for seqlen_q, seqlen_k in (

@@ -1,4 +1,4 @@
-"""The selected backend is cached, so repeated calls do not select it again."""
+"""The choice of a backend is cached, so repeated calls neither read files nor choose again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fused_attn
 
 opened: list[str] = []
 counting = False
-# Events of Python's runtime for accesses to files.
+# Python audit events for access to files.
 FILES = ("open", "os.listdir", "os.scandir")
 
 

@@ -49,7 +49,7 @@ def kernels_of(call):
     ids=["padding", "documents", "key_mask"],
 )
 def test_cached_masks(mask):
-    """A mask gives the same output with its cached values as after its cache is cleared."""
+    """A mask gives the same output before and after its cached values are cleared."""
     F.scaled_dot_product_attention(*qkv(), mask)
     tensors = qkv()
     got = F.scaled_dot_product_attention(*tensors, mask)
@@ -65,10 +65,10 @@ def test_kernel_by_number_of_queries(seqlen_q, kernel):
     assert kernel in kernels_of(lambda: F.scaled_dot_product_attention(*tensors))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the report's tensors are on the CPU")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the report uses CPU tensors")
 def test_report_of_launches(monkeypatch):
     """Without a GPU, the report of `make cuda-report` lists attention and norm kernels."""
-    pytest.importorskip("triton", reason="reason: its table is that of Triton's tools")
+    pytest.importorskip("triton", reason="reason: the report needs triton")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import cuda_report
 
@@ -94,7 +94,7 @@ def test_graphs_see_masks_as_they_are_when_replayed():
     tensors, masks_seen = qkv(), torch.rand(2, 1, HEADS, LENGTH, LENGTH, device=DEVICE) < 0.1
     seen = torch.zeros_like(masks_seen[0])
     mask, graph = masks.dense(seen), torch.cuda.CUDAGraph()
-    # caches the summary of a fully masked mask
+    # This call caches a summary in which all tiles are masked.
     F.scaled_dot_product_attention(*tensors, mask)
     with torch.cuda.graph(graph):
         out = F.scaled_dot_product_attention(*tensors, mask)

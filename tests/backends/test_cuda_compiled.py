@@ -25,7 +25,7 @@ CUDA = ROOT / "csrc" / "cuda"
 # sm_86 and sm_89 have the instructions of sm_80.
 ARCHS = ("80", "90a", "100")
 PASSES = re.findall(r"^set\(cuda_params_(\w+) (.*)\)$", (CUDA / "sources.cmake").read_text(), re.M)
-# Heads of nearly every model.
+# The head_dims of most models.
 HEAD_DIMS = (64, 128)
 
 
@@ -57,7 +57,7 @@ def test_attention_does_not_spill(name, params, head_dim, arch, tmp_path):
     assert not [(k.dtype, k.arguments, k.spilled) for k in kernels if k.spilled]
 
 
-@pytest.mark.sampled("20 s of clang: every night", name=["layer_norm"])
+@pytest.mark.sampled("clang takes 20 s", name=["layer_norm"])
 @pytest.mark.parametrize("name", ["tile_summary", "layer_norm"])
 def test_other_kernels_do_not_spill(name, tmp_path):
     file = tmp_path / f"{name}.cu"
@@ -68,7 +68,7 @@ def test_other_kernels_do_not_spill(name, tmp_path):
     assert not [k for k in kernels if k.spilled]
 
 
-# A kernel with 48 floats per thread: with two blocks it has 32 registers per thread, and spills.
+# A kernel that needs 48 floats per thread. Two blocks leave 32 registers per thread, so it spills.
 SPILLING = """
 namespace fused_attn {{
 template <class T, int kHeadDim, bool kGeneral>
@@ -87,7 +87,7 @@ template __global__ void toy_kernel<float, 8, true>(const float*, float*);
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_report(blocks, tmp_path):
-    """The report gives a kernel's arguments, registers, spills and blocks per multiprocessor."""
+    """The report lists template arguments, registers, spills and blocks per multiprocessor."""
     file = tmp_path / "toy.cu"
     file.write_text(SPILLING.format(blocks=blocks))
     kernels = compiled_kernels(compile_for("80", file))

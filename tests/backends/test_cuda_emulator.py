@@ -1,6 +1,6 @@
-"""The emulator that runs the CUDA kernels in tests: its results, and the mistakes it catches.
+"""The emulator that runs the CUDA kernels in tests: its results, and the mistakes it detects.
 
-`make emulator` builds it, with the kernels of tests/cuda_emulator/check_kernels.cpp.
+`make emulator` builds the emulator and the kernels in tests/cuda_emulator/check_kernels.cpp.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(module: ModuleType, kernel: str, tensors: list[torch.Tensor], **argument
 
 
 def lines_of(text: str) -> list[int]:
-    """Return the numbers of the lines of the kernels' source that contain the text."""
+    """Return the numbers of the lines in check_kernels.cpp that contain a text."""
     return [number for number, line in enumerate(SOURCE, 1) if text in line]
 
 
@@ -66,7 +66,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply matrices with the emulated kernel and in float64; rows beyond m are NaN."""
+    """Return a product of matrices by the emulated kernel and in float64; padding rows are NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])
@@ -160,7 +160,7 @@ def test_collectives(module: ModuleType, threads: int) -> None:
 
 
 def errors(mistake: Callable[[], object]) -> list[str]:
-    """Assert that a mistake causes an error with each of 8 seeds; return the error messages."""
+    """Assert that a mistake raises an error with each of 8 seeds; return the error messages."""
     messages = []
     for seed in range(8):
         settings(seed)
@@ -177,7 +177,7 @@ COPIED = "race: touches what a copy that was not waited for writes"
 
 
 def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[str, str]) -> None:
-    """Assert that each message names both lines of a race, in either order."""
+    """Assert that each message describes the race and names both of its lines, in either order."""
     first, second = map(lines_of, lines)
     pattern = re.compile(
         rf"{kernel} could not be launched with .*: check_kernels.cpp:(\d+): "
@@ -291,7 +291,7 @@ def test_deadlock(module: ModuleType) -> None:
         assert f"; warp 2 at barrier 0, check_kernels.cpp:{block}" in message
 
 
-def test_the_seed_decides_what_chance_does(module: ModuleType) -> None:
+def test_a_seed_determines_the_schedule(module: ModuleType) -> None:
     first, second = (errors(lambda: matmul(module, "float16", "no sync_block")) for _ in range(2))
     assert first == second and len(set(first)) > 1
 
@@ -302,7 +302,7 @@ def test_threads_of_the_host(module: ModuleType) -> None:
             assert (got - expected).abs().max() < 1e-4
 
 
-def test_launches_that_no_gpu_takes(module: ModuleType) -> None:
+def test_launches_beyond_gpu_limits(module: ModuleType) -> None:
     with pytest.raises(
         RuntimeError, match=r"with 1 blocks, 2048 threads per block and 0 bytes .*: the emulator"
     ):

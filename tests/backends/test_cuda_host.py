@@ -1,4 +1,4 @@
-"""Host code of the CUDA backend: layouts, pre-passes over masks, errors."""
+"""Host code of the CUDA backend: tensor layouts, summaries of masks, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ranges_of_document_ids(batch, seqlen):
-    """Ranges of document ids are exact, even if all sequences share one row of ids."""
+    """The range of document ids in each tile is exact, even if sequences share one row of ids."""
     sequences = 3
     generator = torch.Generator().manual_seed(seqlen)
     ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]
@@ -75,7 +75,7 @@ def test_tensors_that_kernels_read_in_place():
 
 
 def test_tensors_that_are_copied():
-    """Tensors that kernels cannot read in place are copied to rows that are padded with zeros."""
+    """Tensors that kernels cannot read in place are copied to zero-padded, aligned rows."""
     apart = torch.empty(MAX_ROW_STRIDE + 8)
     for tensor in (
         torch.randn(2, 3, 5, 7),
@@ -118,7 +118,7 @@ def test_choice():
 
 
 def test_tensors_on_other_devices_are_refused():
-    """Host pointers are refused, because a kernel that reads one breaks the CUDA context."""
+    """CPU tensors are refused, because a kernel that reads host memory breaks the CUDA context."""
     on_cpu = torch.zeros(1, 1, 8, 64, dtype=torch.bool)
     fields = {"tensor": on_cpu, "summary": on_cpu.new_empty(1, 1, 1, 1)}
     with pytest.raises(ValueError, match="must be on one device, got one on cpu"):

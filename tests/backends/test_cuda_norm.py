@@ -1,6 +1,6 @@
 """CUDA norms for shapes that test_norm.py does not cover.
 
-Blocks process several rounds of rows. Some rows are wide, misaligned or odd-sized.
+Blocks compute several rounds of rows. Some rows are wide, misaligned or of odd length.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from fused_attn.backends.cuda import norm as cuda_norm
 
 pytestmark = pytest.mark.skipif("cuda" not in BACKENDS, reason="needs a GPU, or CUDA_EMULATED=1")
 
-# A row is computed by a part of a warp, by a warp, by one of two teams of a block, or by a block.
-# The fifth shape is read in single elements. The last three are read in chunks: in single elements,
-# only in the backward, and in both passes. The sums of the last one do not fit in shared memory
-# (layer_norm_bwd.cuh).
+# (rows, columns). A part of a warp, a warp, half a block or a block computes a row. Rows of 333
+# columns are read element by element. The last three shapes are read in chunks: of single elements;
+# only in the backward; in both passes. The sums of the last shape exceed shared memory.
 SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 6401), (5, 12304)]
 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
-    """Limit the backward to at most two blocks, so that blocks process several rounds of rows."""
+    """Limit the backward to at most two blocks, so that blocks compute several rounds of rows."""
     monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 1)
 
 
@@ -76,7 +75,7 @@ def test_tensors_off_16_bytes(dtype):
 
 
 @pytest.mark.parametrize("columns", [7, 24, 700, 4096, 12304])
-def test_bad_rows_stay_where_they_are(columns):
+def test_nonfinite_rows_do_not_affect_others(columns):
     """Rows with NaN or infinity become NaN; other rows of the same warp or block do not change."""
     generator = torch.Generator().manual_seed(2)
     clean = torch.randn(6, columns, generator=generator)

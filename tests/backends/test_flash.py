@@ -1,4 +1,4 @@
-"""Backend "flash", with stand-ins for its engines: random calls and the order of the engines.
+"""Backend "flash" with stand-ins for its engines: random calls and the order of the engines.
 
 The stand-ins in tests/support/flash_models.py have the signatures and semantics of the engines,
 which require a GPU. These tests do not check the engines' numerics.
@@ -21,7 +21,7 @@ from fused_attn.masks.spec import normalize
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Use one thread, which is faster for sequences of up to 40 rows."""
+    """Use one thread, which is faster than several for sequences of up to 40 rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,11 +34,11 @@ def install(monkeypatch):
     yield from installer(monkeypatch)
 
 
-# ---- every mask that is taken -------------------------------------------------------------------
+# ---- random calls -------------------------------------------------------------------------------
 
 
 def drawn(number, with_alibi):
-    """Return a random call: (query, key, value), keyword arguments, and a mask of padding keys."""
+    """Return a random call: (query, key, value), keyword arguments, and a bool mask of padding."""
     draw = random.Random(number)
     torch.manual_seed(number)
     heads_kv = draw.choice([1, 2])
@@ -122,7 +122,7 @@ REASONS = (
 
 
 def check(number, engine):
-    """Compare a random call with the reference; return True, or None if it is refused."""
+    """Compare a random call with the reference; return True, or None if the call is refused."""
     draw = random.Random(-number)
     if number % 3 == 0:
         arguments, options = drawn_packed(number, engine.has_alibi)
@@ -152,7 +152,7 @@ def check(number, engine):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_problems(install, name):
-    """At least 120 of 200 random calls are supported, and their results match the reference."""
+    """Each engine supports at least 120 of 200 random calls, and matches the reference."""
     install(name)
     taken = sum(bool(check(number, ENGINES[name])) for number in range(200))
     assert taken >= 120, taken

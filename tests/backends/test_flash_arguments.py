@@ -62,7 +62,7 @@ def test_no_key_is_visible(install):
 
 
 def test_rows_stay_in_place(install):
-    """Rows are not copied: padding becomes separate sequences in cu_seqlens, cached by the mask."""
+    """Padding is not copied: the mask caches cu_seqlens, in which it forms separate sequences."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
@@ -78,7 +78,7 @@ def test_rows_stay_in_place(install):
 
 
 def test_top_left_causal_over_padding_keys(install):
-    """A second call computes the queries after the last real key, which attend to all real keys."""
+    """A second, full call computes the queries after the last real key."""
     install("flash-attn")
     query = torch.randn(2, 2, 10, 16, dtype=torch.float64)
     mask = masks.causal() & masks.padding([4, 10])
@@ -93,7 +93,7 @@ def test_top_left_causal_over_padding_keys(install):
 @pytest.mark.parametrize("sides", [(9, 5), (9, -1), (-1, 4)], ids=str)
 @pytest.mark.parametrize("seqlen_k", [12, 15])
 def test_top_left_window_over_left_padding(install, sides, seqlen_k):
-    """Top-left windows support left padding, because all sequences end at the last position."""
+    """Top-left windows are supported with left padding: all sequences end at the same position."""
     install("flash-attn-4")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (12, seqlen_k))
     mask = masks.sliding_window(*sides) & masks.padding([5, 11], side="left")
@@ -108,7 +108,7 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 
 
 def test_one_query(install):
-    """A call with one query passes max_seqlen_q=2: 1 means one row per sequence in flash-attn 2."""
+    """Calls with one query pass max_seqlen_q=2, because 1 has a special meaning in flash-attn."""
     install("flash-attn")
     query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
     got, wanted = (
@@ -174,7 +174,7 @@ def test_second_derivatives_are_an_error(install):
 
 
 def test_sinks(install):
-    """Attention sinks are supported: the engine runs once, and its output is rescaled."""
+    """With attention sinks, the engine runs once, and the backend rescales its output."""
     install("flash-attn")
     query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (3, 9))
     got, wanted = (
@@ -186,7 +186,7 @@ def test_sinks(install):
 
 
 def test_torch_compile(install):
-    """An engine that cannot be traced is refused with the reason; there is no silent fallback."""
+    """Compiling an engine that cannot be traced raises an error instead of falling back."""
     query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
 
     def attend(query):

@@ -33,7 +33,7 @@ def install(monkeypatch):
 
 
 def arguments_of(source, name):
-    """Return the arguments of a function in source code, with their defaults as text."""
+    """Return the arguments of a function in source code as a dict: name -> default as text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             positional = node.args.posonlyargs + node.args.args
@@ -45,7 +45,7 @@ def arguments_of(source, name):
 
 @pytest.mark.parametrize("name", flash_models.FILES)
 def test_signatures(name):
-    """Each stand-in has the same arguments as the original, if that engine is installed."""
+    """The stand-ins have the arguments and defaults of the installed engine's functions."""
     try:
         original = metadata.distribution(name).locate_file(flash_models.FILES[name]).read_text()
     except (metadata.PackageNotFoundError, FileNotFoundError):
@@ -129,10 +129,10 @@ def test_refusals(install, name, properties, reason):
     assert reasons == ([] if reason is None else [reason])
 
 
-def test_masks_that_are_no_bands(install):
-    """Masks that are not a single band with lengths are refused, with a message.
+def test_masks_other_than_bands(install):
+    """Masks that are not a single band with lengths are refused.
 
-    These are prefixes, documents, two alignments with padding, and padding of packed sequences.
+    Examples are prefixes, documents, bands with two alignments, and padding in packed sequences.
     """
     install(*ENGINES)
     query = torch.randn(2, 2, 8, 16, dtype=torch.float64)
@@ -192,10 +192,7 @@ def test_gpus(install, monkeypatch, name, capability, taken):
     ],
 )  # fmt: skip
 def test_denylist(install, monkeypatch, capability, sizes, mask, number):
-    """Calls for which flash-attn-4's backward has a known bug are refused if they need gradients.
-
-    Forward-only calls are accepted.
-    """
+    """Calls with a known bug in flash-attn-4's backward are refused only if they need gradients."""
     known = denylist.DEFECTS
     monkeypatch.undo()
     monkeypatch.setattr(engines, "no_gpu", list)

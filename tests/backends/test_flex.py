@@ -1,4 +1,4 @@
-"""Backend "flex": mask and score functions, results, and refused calls.
+"""Backend "flex": its mask and score functions, results, and refused calls.
 
 The results come from FlexAttention's eager higher-order op, which has gradients on the CPU, and
 from its compiled CPU kernel. tests/backends/test_flex_kernels.py runs its Triton kernels.
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def problem(number):
-    """Return a call with a random mask: structured, dense, bias, ALiBi or packed."""
+    """Return a random call, with structured masks, dense masks, a bias, ALiBi or packing."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2])
     if number % 4 == 3:
@@ -62,7 +62,7 @@ def problem(number):
 
 
 def at_each_position(function, shape):
-    """Evaluate a function of (batch, head, query, key) at every position."""
+    """Return a tensor of a function's values at all positions (batch, head, query, key)."""
     for dim in (3, 2, 1, 0):
         dims = [None] * 4
         dims[dim] = 0
@@ -70,7 +70,7 @@ def at_each_position(function, shape):
     return function(*(torch.arange(n) for n in shape))
 
 
-@pytest.mark.sampled("the first 400 are there", start=[400, 600, 800])
+@pytest.mark.sampled("covered by the first 400 masks", start=[400, 600, 800])
 @pytest.mark.parametrize("start", range(0, 1000, 200))
 def test_masks_position_by_position(start):
     """At each position, mask_mod and score_mod of 1,000 masks match the dense mask and bias."""
@@ -99,7 +99,7 @@ def test_masks_position_by_position(start):
 
 @pytest.fixture
 def by_eager_op(monkeypatch):
-    """Run FlexAttention's eager op, which has gradients on the CPU, in place of Inductor's code."""
+    """Run FlexAttention's eager op, which has gradients on the CPU, instead of Inductor's code."""
 
     def without_inductor(variant):
         def run(*arguments):
@@ -135,7 +135,7 @@ BIASES = [(1, 4, 45, 53), (2, 1, 1, 53), (45, 1), (1, 1, 1, 1)]
     ("sizes", "dtype"),
     [
         *((sizes, torch.float32) for sizes in BIASES),
-        # The eager op sums a 16-bit gradient over broadcast rows; its Triton kernel does not.
+        # The eager op sums gradients of other shapes in 16 bits; the Triton kernel does not.
         *((sizes, dtype) for sizes in BIASES[:2] for dtype in (torch.bfloat16, torch.float16)),
     ],
     ids=str,
@@ -180,12 +180,12 @@ COMPILED = {
 }
 
 
-@pytest.mark.sampled("documents are there", name=["window_padding", "dense_bias"])
+@pytest.mark.sampled("covered by documents_shuffled", name=["window_padding", "dense_bias"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forward(name, monkeypatch):
     """Inductor's CPU kernel matches the reference and skips unlisted blocks.
 
-    A new mask of the same kind needs no new variant.
+    A second mask of the same kind reuses the compiled variant.
     """
     query, key, value = (t.detach() for t in random_qkv(2, 4, 2, 300, 260, 32).values())
     mask, options = COMPILED[name](), {"enable_gqa": True, "softcap": 20.0}
@@ -218,9 +218,9 @@ def test_compiled_forward(name, monkeypatch):
 
 
 def test_compilations_are_bounded(monkeypatch):
-    """Over 20 shapes, a mask has at most two variants on average.
+    """Over 20 shapes, a mask needs at most two variants on average.
 
-    A variant is compiled at most 1.2 times on average. The masks intervals and bits are left out.
+    Each variant is compiled at most 1.2 times on average.
     """
     compile_, count = torch.compile, []
 
@@ -254,7 +254,7 @@ def test_compilations_are_bounded(monkeypatch):
 
 
 def test_operands_are_cached_by_device():
-    """Operands are cached per device, although calls without mask tensors share one MaskSpec."""
+    """Operands are cached per device, even if calls on several devices share one MaskSpec."""
     for device in ("cpu", "meta", "cpu"):
         query = torch.empty(1, 2, 40, 16, device=device)
         spec = spec_of(None, True, query, query)
@@ -262,7 +262,7 @@ def test_operands_are_cached_by_device():
         assert variant_of(call, False)[1].begin.device.type == device
 
 
-# ---- what it refuses ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_gradient_of_a_bias_is_refused_if_it_must_be_deterministic():
 
 
 def test_limit_of_compilations(monkeypatch):
-    """Beyond the limit on compiled variants, new kinds of calls run on the reference and warn."""
+    """At the limit on compiled variants, calls that need a new one warn and run on eager."""
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
     query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
@@ -316,7 +316,7 @@ def test_limit_of_compilations(monkeypatch):
 
 
 def test_failed_compilations(monkeypatch):
-    """A kind of call that cannot be compiled runs on the reference, and is not tried again."""
+    """Calls that cannot be compiled warn once and run on eager; compilation is not tried again."""
     tries = []
 
     def failing(variant):
@@ -346,7 +346,7 @@ def test_without_positions():
 
 
 def test_selected_by_name_only():
-    """flex is opt-in on an unverified GPU; a default call on the CPU gives no warning."""
+    """flex is opt-in on an unverified GPU, and a default call on the CPU does not warn."""
     query = torch.randn(1, 2, 40, 16)
     assert "flex" in fused_attn.available_backends()
     there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
@@ -361,7 +361,7 @@ def test_selected_by_name_only():
 
 
 def large(**properties):
-    """Return a GPU problem with large scores and softcap, which torch's SDPA does not support."""
+    """Return a GPU problem that has large scores and, by default, softcap, unlike torch's SDPA."""
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
     return AttentionProblem(
         torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}
@@ -369,7 +369,7 @@ def large(**properties):
 
 
 def test_default_in_place_of_large_scores():
-    """flex, not eager, is the default for calls with large scores that torch's SDPA refuses."""
+    """Calls with large scores that torch's SDPA refuses run on flex by default, not on eager."""
     for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
         assert registry.choose(problem)[0].name == "flex"
         assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
@@ -378,7 +378,7 @@ def test_default_in_place_of_large_scores():
     assert registry.choose(large(softcap=False))[0].name == "sdpa"
 
 
-def test_not_the_default_where_it_was_found_wrong(monkeypatch):
+def test_not_the_default_after_a_wrong_verdict(monkeypatch):
     table = {
         name: verdicts.ClassVerdict(False, None, verdicts.WRONG)
         for name in verdicts.classes_of(large())
@@ -429,7 +429,7 @@ def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
     assert lacks in reason
 
 
-def test_verification_refuses_what_cannot_be_compiled(monkeypatch):
+def test_verification_raises_compilation_errors(monkeypatch):
     """During verification, a call that cannot be compiled raises instead of running on eager."""
 
     def fails(*arguments):

@@ -1,4 +1,4 @@
-"""Backend "flex_flash" without a GPU: refused calls, and masks that torch packs into 32-bit words.
+"""Backend "flex_flash" without a GPU: refused calls, and masks that torch packs into words.
 
 On Blackwell, FlashAttention-4 evaluates a mask function for 32 keys at once if torch's analysis
 shows that the visible keys of a query are a union of intervals.
@@ -110,7 +110,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_torch_packs_the_mask(name):
-    """torch's analysis reduces each of these masks to one interval of keys, so it can be packed."""
+    """torch's analysis finds one interval of visible keys per query, so the mask is packed."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V

@@ -33,7 +33,7 @@ BIAS = "bias"
 
 
 def draw(*size):
-    """Draw numbers that 16-bit types represent exactly."""
+    """Draw random float32 numbers that 16-bit types represent exactly."""
     return exact_in_16_bits(torch.randn(size, generator=GENERATOR)).float()
 
 
@@ -41,7 +41,7 @@ GENERATOR = torch.Generator().manual_seed(1)
 
 
 class Problem:
-    """A call on a padded batch or on packed sequences, with its tensors in float32."""
+    """Call on a padded batch or on packed sequences; its tensors are stored in float32."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Problem:
         self.grads = [draw(batch, heads[0], sizes[0], 16), draw(batch, heads[0], sizes[0])]
 
     def call(self, dtype=None):
-        """Return the call with its tensors in a dtype; with 16-bit dtypes, a bias is float32."""
+        """Return the call with tensors in a dtype; in 16-bit calls, the bias is float32."""
         dtype = self.dtype if dtype is None else dtype
         tensors = {n: t.to(dtype).requires_grad_() for n, t in self.tensors.items() if n != BIAS}
         mask = self.mask
@@ -187,10 +187,10 @@ def test_other_sizes(lowered, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_blocks_decide(lowered, tmp_path):
-    """The kernels follow the block lists.
+def test_kernels_follow_block_lists(lowered, tmp_path):
+    """Empty block lists give zeros, and partial blocks that are listed as full change the output.
 
-    Empty lists give zero outputs or gradients; partial blocks listed as full change the output.
+    Without listed keys, out is 0; without listed queries, gradients of key and value are 0.
     """
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
@@ -208,7 +208,7 @@ def test_the_blocks_decide(lowered, tmp_path):
 
 
 @pytest.mark.thorough
-def test_nan_behind_sequences(lowered, tmp_path):
+def test_nan_in_padding(lowered, tmp_path):
     """NaN in padding keys and values reaches no result, even in blocks that contain real keys."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
@@ -222,10 +222,10 @@ def test_nan_behind_sequences(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_graphs_of_torch_compile(tmp_path):
-    """On a simulated H100, the graph of a masked call contains the attention of its backend.
+    """On a simulated H100, the graph of a masked call contains the attention op of its backend.
 
-    With gradients, the graph disables cuDNN around torch's SDPA. Torch's SDPA does not support
-    softcap, so the graph of that call consists of the operations of eager attention.
+    In training, the graph disables cuDNN around torch's SDPA. A call with softcap, which torch's
+    SDPA does not support, becomes the operations of eager attention.
     """
     torchs = "scaled_dot_product_attention"
     assert graphs(tmp_path) == {

@@ -1,4 +1,4 @@
-"""If the parent has used threads, a forked child computes on one thread and warns."""
+"""If a process has run kernels on several threads, its forked child warns and uses one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if child == 0:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = call()
-        # on several threads if torch has several
+        # runs on several threads if torch is set to several
         torch.mm(torch.ones(600, 600), torch.ones(600, 600))
     same = expected is None or torch.equal(out, expected)
     told = [str(w.message) for w in caught if "forked" in str(w.message)]
@@ -36,9 +36,9 @@ sys.exit(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="reason: needs fork")
 @pytest.mark.parametrize(("parent", "expected"), [("warm", "True 1 1"), ("cold", "True 0 2")])
 def test_child_of_a_fork(parent, expected):
-    """A forked child does not hang, and repeats its parent's result if the parent computed one.
+    """A forked child does not hang.
 
-    It warns and uses one thread if the parent has used threads.
+    After a call in the parent, the child gets the same result, warns once and uses one thread.
     """
     command = [sys.executable, "-c", PROGRAM, parent]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -11,7 +11,7 @@ from fused_attn import masks
 from fused_attn.distributed import Sharding, ring_attention
 
 LENGTH = 70
-SHARDING = Sharding([[range(32, LENGTH), range(32)]])  # two runs, so four blocks to merge
+SHARDING = Sharding([[range(32, LENGTH), range(32)]])  # two ranges of rows, so four blocks
 MASKS = {
     "window": masks.sliding_window(20, 3),
     "documents": masks.causal() & masks.documents(torch.arange(LENGTH) // 25),
@@ -33,7 +33,7 @@ def one_process(tmp_path):
 def test_ring(backend, name, dtype, one_process):
     """Ring attention over permuted rows matches full attention, with dropout and a learned bias."""
     if backend != "eager" and device_of(backend).type == "cuda":
-        pytest.skip("reason: gloo does not exchange rows of a GPU")
+        pytest.skip("reason: gloo does not exchange GPU tensors")
 
     def of(named):
         def whole(query, key, value, bias):

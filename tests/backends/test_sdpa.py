@@ -1,4 +1,4 @@
-"""Backend "sdpa": torch's kernels, called through this package's functions and masks."""
+"""Backend "sdpa": torch's kernels, called through this package's functions with its masks."""
 
 import gc
 import warnings
@@ -35,7 +35,7 @@ ONE_HIDDEN = {
 
 @pytest.mark.parametrize("make", [*MASKS.values(), *ONE_HIDDEN.values()], ids=[*MASKS, *ONE_HIDDEN])
 def test_masks(make):
-    """Outputs and gradients match eager attention up to rounding, even if the mask is cached."""
+    """Outputs and gradients match eager attention, also in a second call with a cached mask."""
     mask = make(*SHAPE[:4])
     results = []
     for backend in ("sdpa", "eager"):
@@ -75,7 +75,7 @@ def test_lse_of_transposed_columns():
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_what_torch_takes_goes_there_unchecked(autocast, grad, dropout_p, monkeypatch):
+def test_supported_calls_skip_validation(autocast, grad, dropout_p, monkeypatch):
     """Calls that torch supports skip validation and match torch, even with 2-D and 3-D masks."""
     monkeypatch.setattr(dispatch, "select", None)
     q, k, v = qkv(grad=grad)
@@ -111,7 +111,7 @@ def test_unchecked_under_autocast(backend, dtype, monkeypatch):
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
-    w = w.to(dtype) if backend == "sdpa" else w  # a pass rejects mixed dtypes
+    w = w.to(dtype) if backend == "sdpa" else w  # torch rejects mixed dtypes
     expected = by(backend, lambda: fa.scaled_dot_product_attention(*half, mask))
     norm = by(backend, lambda: fa.layer_norm(q, 32, w))
     monkeypatch.setattr(dispatch, "select", None)
@@ -157,7 +157,7 @@ def test_weights(name, average):
     torch.testing.assert_close(out, weights @ v)
 
 
-def test_a_learned_bias_is_never_kept():
+def test_a_learned_bias_is_never_cached():
     """A learned bias is not cached, even if it is a view of a constant tensor."""
     q, k, v = qkv()
     bias = torch.randn(33, 47)
@@ -187,7 +187,7 @@ def test_masks_of_another_type():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_second_order_is_as_that_of_torch(is_causal):
+def test_second_derivatives_raise_torchs_error(is_causal):
     """Second derivatives raise torch's error, which names its kernel."""
     leaves = qkv()
     for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
@@ -197,7 +197,7 @@ def test_second_order_is_as_that_of_torch(is_causal):
             grad.sum().backward()
 
 
-def test_a_backward_lets_go_of_the_operands():
+def test_a_backward_frees_the_operands():
     q, k, v = qkv()
     projected = q * 1.0
     seen = weakref.ref(projected)
@@ -321,7 +321,7 @@ def test_torchs_inference_path_is_kept():
 
 
 def test_with_enable():
-    """backend="sdpa" runs torch's kernels even while torch's function is patched by enable()."""
+    """backend="sdpa" runs torch's kernels even inside enabled(), which patches torch's function."""
     q, k, v = qkv(grad=False)
     expected = F.scaled_dot_product_attention(q, k, v)
     with fa.enabled():
@@ -330,7 +330,7 @@ def test_with_enable():
     assert torch.equal(got, expected) and torch.equal(named, expected)
 
 
-@pytest.mark.sampled("a mask is there", mask=[None, "causal"])
+@pytest.mark.sampled("covered by padding", mask=[None, "causal"])
 @pytest.mark.parametrize("mask", [None, "causal", "padding"])
 def test_compiles(mask):
     q, k, v = qkv()
@@ -353,8 +353,8 @@ def test_compiles(mask):
 def test_devices(device_type, kind):
     """On simulated devices without kernels, the default backend is torch's SDPA, with a warning.
 
-    A call runs at most as many operations as a direct call to torch's function. Calls with softcap
-    run on eager attention.
+    A call dispatches at most as many torch operations as a direct call to torch's function. Calls
+    with softcap run on eager attention.
     """
     backend, count, torchs, warning = device_table.row(device_type, kind)
     assert backend == ("eager" if kind == "softcap" else "sdpa")

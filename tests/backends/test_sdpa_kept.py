@@ -30,7 +30,7 @@ def test_a_tensor_under_several_masks():
                 torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
 
 
-def test_changes_of_a_kept_mask_are_seen():
+def test_changes_of_a_cached_mask_are_detected():
     q, k, v = qkv(grad=False)
     visible = torch.ones(33, 47, dtype=torch.bool)
 
@@ -54,8 +54,8 @@ def test_masks_that_torch_accepts_are_freed():
     assert ref() is None
 
 
-def test_few_slices_of_a_mask_are_kept(monkeypatch):
-    """At most 10 derived masks stay in memory, because each may be as large as its source."""
+def test_few_slices_of_a_mask_are_cached(monkeypatch):
+    """At most 10 masks derived from slices of a mask stay in memory, because they may be large."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
     kept = weakref.WeakSet()
     bool_or = torch.Tensor.__or__
@@ -88,7 +88,7 @@ def test_packed():
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
-def test_decode_does_not_see_what_is_behind_the_lengths():
+def test_decode_ignores_rows_after_the_lengths():
     q = torch.randn(2, 4, 1, 16)
     caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
     for cache in caches:
@@ -107,7 +107,7 @@ def test_decode_does_not_see_what_is_behind_the_lengths():
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
 @pytest.mark.parametrize("pages", [False, True])
 def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
-    """Unpaged caches of equal lengths are read in place; others are copied."""
+    """Unpaged caches with equal lengths are read in place; all other caches are copied."""
     seen = []
 
     def attend(query, key, value, *args, **options):
@@ -153,7 +153,7 @@ def derived(monkeypatch):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_layers_share_what_is_derived(derived, is_causal, whole):
+def test_layers_share_materialized_masks(derived, is_causal, whole):
     q, k, v = qkv(grad=False)
     lengths = torch.tensor([47, 20])
     mask = masks.padding(lengths)
@@ -170,7 +170,7 @@ def test_layers_share_what_is_derived(derived, is_causal, whole):
         lengths[1] = 11
 
 
-def test_packed_layers_share_what_is_derived(derived):
+def test_packed_layers_share_materialized_masks(derived):
     """Layers with the same cu_seqlens share one materialized mask until cu_seqlens changes."""
     q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
     ends, window = torch.tensor([0, 11, 11, 30], dtype=torch.int32), masks.sliding_window(3)
@@ -191,7 +191,7 @@ def test_packed_layers_share_what_is_derived(derived):
         fa.varlen_attention(q, k, v, ends, ends, 19, 19)
 
 
-def test_what_is_kept_of_packed_sequences_goes_with_them():
+def test_cached_values_do_not_keep_cu_seqlens_alive():
     q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
     ends = torch.tensor([0, 11, 30])
     fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True, backend="sdpa")

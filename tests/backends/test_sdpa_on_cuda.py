@@ -1,7 +1,7 @@
-"""Backend "sdpa" on CUDA, tested without a GPU: its calls to torch's kernels, and cuDNN's bugs.
+"""Backend "sdpa" on CUDA, tested without a GPU: calls of torch's kernels, and cuDNN's bugs.
 
-Fake tensors stand in for CUDA tensors. Where values are compared, a CPU kernel receives the
-operands that torch's CUDA kernel would receive.
+Fake tensors replace CUDA tensors. Tests that compare values pass the operands that torch's CUDA
+kernel would receive to a CPU kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_lse_on_cuda(is_causal, monkeypatch):
     ],
     ids=str,
 )
-def test_what_has_lse_on_cuda(properties, reason):
+def test_refusals_of_lse_on_cuda(properties, reason):
     sizes = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 33, "seqlen_k": 33, "result": "lse"}
     properties = {"device": torch.device("cuda"), "dtype": torch.bfloat16, **sizes, **properties}
     reasons = get_backend("sdpa").unsupported(AttentionProblem(**properties))
@@ -62,8 +62,8 @@ def test_what_has_lse_on_cuda(properties, reason):
 
 
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
-def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
-    """Gradients are correct if torch pads head_dim to a multiple of 8, as it does on CUDA."""
+def test_gradients_if_torch_pads_head_dim(num_heads_kv, monkeypatch):
+    """Gradients are correct if torch pads head_dim to a multiple of 8, as torch does on CUDA."""
     kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
@@ -106,9 +106,9 @@ def test_masks_are_dense_in_keys(shape, transposed):
 
 
 def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True):
-    """Return True if cuDNN is enabled while torch's SDPA runs on CUDA tensors.
+    """Return True if cuDNN is enabled during a call of torch's SDPA with fake CUDA operands.
 
-    Stand-ins replace the tensors, because autograd cannot record CUDA operations without a GPU.
+    The operands are plain namespaces: autograd cannot record CUDA operations without a GPU.
     """
     flags = []
 
@@ -162,7 +162,7 @@ def test_cudnn_without_a_mask_tensor(monkeypatch):
     ids=str,
 )
 def test_denylist(capability, version, denied, monkeypatch):
-    """A denylist entry applies only to its versions and architectures, and cites its source."""
+    """Denylist entries apply only to their versions and architectures, and cite a source."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "__version__", version)
@@ -172,7 +172,7 @@ def test_denylist(capability, version, denied, monkeypatch):
     assert all(defect.source.startswith("https://") for defect in denylist.DEFECTS.values())
 
 
-def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):
+def test_cudnn_stays_disabled_if_the_user_disabled_it(monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         with sdpa._CudnnOff():

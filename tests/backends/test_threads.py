@@ -14,7 +14,7 @@ from fused_attn.base.torch_state import is_compiling
 
 
 def test_calls_while_another_thread_compiles():
-    """While one thread compiles, another thread validates the arguments of its eager calls."""
+    """While one thread compiles, eager calls of another thread still validate their arguments."""
     query, found = torch.randn(1, 2, 8, 16), []
 
     def elsewhere():

@@ -1,4 +1,4 @@
-"""The Triton backend classifies tiles as csrc/block_ranges.h does, by rows and by columns."""
+"""The Triton backend classifies tiles by rows and by columns, like csrc/block_ranges.h."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sizes_of(spec, shape):
     return Sizes(batch, num_heads, num_heads, seqlen_q, seqlen_k, seqlen_q, *band)
 
 
-# ALiBi is left out: on the CPU it makes every tile partial, but not in Triton.
+# ALiBi is excluded, because it makes every tile partial on the CPU, but not in Triton.
 SINGLE = [(name,) for name in MASKS if not name.startswith("alibi")]
 
 
@@ -99,7 +99,7 @@ def test_tiles_are_listed_where_ranges_do_not_suffice(name):
 
 @triton.jit
 def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Classify a column of tiles with `query_tiles`; store their kinds in `kinds`."""
+    """Classify a column of tiles with `query_tiles`, and store 0, 1 or 2 per tile in `kinds`."""
     b, n = tl.program_id(0), tl.program_id(1)
     bounds = sequence_bounds(mask, sizes, b)
     lo, hi, full_lo, full_hi = query_tiles(
@@ -130,9 +130,9 @@ def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N
     ids="-".join,
 )
 def test_columns_of_tiles_agree_with_rows(names):
-    """The dK/dV kernel, which classifies tiles by columns, agrees with the dQ kernel on full tiles.
+    """Tiles classified by columns (dK/dV) agree with tiles classified by rows (dQ).
 
-    It skips every tile that the dQ kernel skips, and no tile that has a visible element.
+    Both mark the same tiles as full. Columns skip every tile that rows skip, but no visible tile.
     """
     block_m, block_n = 16, 32
     mask = combined(names, SHAPE).to(DEVICE)

@@ -1,4 +1,4 @@
-"""The Triton tuner without timing: its candidates, overrides and printed rows."""
+"""The Triton tuner with fake timings: candidates, overrides, choice and printed rows."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_candidates_fit(kind, head_dim, element_size):
 
 
 def test_shared_bytes():
-    """Estimates of shared memory equal recorded values.
+    """Estimates of shared memory in bytes equal recorded values.
 
-    For sm_90, these are within 1 KB of the compiler's values.
+    The recorded values are within 1 KB of the compiler's for sm_90.
     """
     for kind, expected in (("fwd", 81920), ("dq", 98304), ("dkdv", 98304)):
         assert tune.shared_bytes(kind, OLD, 2, 128) == expected
@@ -55,8 +55,8 @@ def test_override(tables):
         pass
 
 
-def test_the_fastest_that_is_right(tables, capsys):
-    """The fastest correct candidate wins; wrong results and failed compilations are rejected."""
+def test_the_fastest_correct_candidate_wins(tables, capsys):
+    """Candidates with wrong results or failed launches are rejected, with a message on stderr."""
     wrong, broken = Config(128, 32, 4, 2), Config(128, 128, 4, 2)
     seconds = {OLD: 4.0, NEW: 2.0, wrong: 1.0}
 
@@ -107,7 +107,7 @@ def test_head_dims_are_rounded_up():
 
 
 def test_rows_are_those_of_tuning():
-    """A printed row has the newly found configs, and the old configs of all other head_dims."""
+    """A printed row has the configs that were found, and the old configs of other head_dims."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}
     text = tune.rows("sm_90", "NVIDIA H200", found)
     assert "# NVIDIA H200: 64 1.00x, 128 1.50x as fast as the row before" in text

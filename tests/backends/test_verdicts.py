@@ -1,4 +1,4 @@
-"""Verdicts: classes of problems, selection by verdict, and invalid files."""
+"""Verdicts of `fused-attn verify`: problem classes, selection of backends, and invalid files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_classes_of_norms():
     ]
 
 
-# ---- the choice ---------------------------------------------------------------------------------
+# ---- selection ----------------------------------------------------------------------------------
 
 
 def test_the_choice_is_by_class(stand_in):
@@ -126,7 +126,7 @@ def test_the_choice_is_by_class(stand_in):
 
 
 def test_calls_go_where_the_verdict_says(stand_in):
-    """Calls without gradients run on the backend that the verdict for their class selects."""
+    """Inference calls run on a backend if a stored verdict finds it usable for their sizes."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     short, long = (torch.randn(1, 2, length, 16) for length in (100, 200))
@@ -142,8 +142,8 @@ def test_calls_go_where_the_verdict_says(stand_in):
     assert seen == [100]
 
 
-def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
-    """Learned and constant biases have separate verdicts, even under enabled()."""
+def test_learned_and_constant_biases_have_separate_verdicts(stand_in):
+    """A verdict for constant biases does not apply to learned ones, also under enabled()."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
@@ -165,8 +165,8 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
     assert calls() == [False] * 3 + [True] * 3
 
 
-def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
-    """With a stored verdict, calls in other classes still skip validation and run on torch."""
+def test_calls_of_other_classes_skip_validation(stand_in, monkeypatch):
+    """A stored verdict does not make calls of other problem classes run through validation."""
     stored()
     monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
@@ -181,7 +181,7 @@ def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
 def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
-    """Validated and unvalidated calls become the same problem, so they run on the same backend."""
+    """A call is the same problem with and without validation, so it runs on the same backend."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(needs_grad)
@@ -194,8 +194,8 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
     )
 
 
-def test_calls_under_autocast_are_of_its_type(stand_in):
-    """Under autocast, the selection uses the dtype that the kernels receive."""
+def test_autocast_selects_by_the_autocast_dtype(stand_in):
+    """Under autocast, verdicts apply to the dtype that the kernels receive."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.dtype)
     stored([NAME._replace(dtype="bfloat16")])
@@ -207,7 +207,7 @@ def test_calls_under_autocast_are_of_its_type(stand_in):
 
 
 @pytest.mark.parametrize("found", [None, GOOD, ClassVerdict(False, 0.9, "slower")])
-def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
+def test_no_fallback_warning_after_verification(stand_in, found, monkeypatch):
     monkeypatch.setattr(registry, "_notified", set())
     monkeypatch.setattr(
         type(get_backend("sdpa")), "fallback_warning", lambda self, device_type: "do it"
@@ -221,7 +221,7 @@ def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
 
 
 def test_enable_goes_where_the_verdict_says(stand_in):
-    """Under enabled(), torch's function runs verified kernels only for classes found usable."""
+    """Under enabled(), torch's function runs verified kernels only for usable problem classes."""
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     names = [NAME._replace(feature=feature) for feature in ("none", "causal")]
@@ -278,7 +278,7 @@ def test_the_environment_wins(stand_in, monkeypatch):
     assert select(problem(mask="dense")) is stand_in
 
 
-def test_it_is_read_once(stand_in, monkeypatch):
+def test_verdicts_are_read_once(stand_in, monkeypatch):
     stored()
     read = []
     monkeypatch.setattr(verdicts, "_read", lambda *key: read.append(key) or _read(*key))
@@ -290,7 +290,7 @@ def test_it_is_read_once(stand_in, monkeypatch):
 _read = verdicts._read
 
 
-def test_nothing_is_computed_where_nothing_is_stored(stand_in, monkeypatch):
+def test_no_identity_is_computed_without_stored_verdicts(stand_in, monkeypatch):
     monkeypatch.setattr(verdicts, "identity", None)
     assert stand_in.opt_in_reasons(PROBLEM)
 
@@ -322,7 +322,7 @@ def test_half_a_file_is_ignored(stand_in):
 @pytest.mark.parametrize(
     "entry", [None, {}, {"usable": 1, "speedup": 2.0, "found": ""}, {"usable": "yes"}]
 )
-def test_what_is_not_true_is_not_usable(stand_in, entry):
+def test_invalid_entries_are_not_usable(stand_in, entry):
     path = stored([NAME, NAME._replace(feature="causal")])
     facts = json.loads(path.read_text())
     facts["classes"][str(NAME)] = entry
@@ -341,7 +341,7 @@ def test_a_file_of_another_machine_is_not_used(stand_in):
 
 
 @pytest.mark.parametrize("name", ["driver", "torch", "triton", "fused_attn", "kernels"])
-def test_what_changed_is_said(stand_in, name):
+def test_reasons_name_what_changed(stand_in, name):
     stored(**{name: "0.0"})
     reason = only_reason(stand_in)
     assert reason.startswith("was verified here with ")
@@ -382,7 +382,7 @@ def test_readers_see_whole_files(stand_in):
     assert not list(verdicts.folder().glob("*.tmp"))
 
 
-def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypatch):
+def test_a_failed_store_leaves_no_files(stand_in, verdict_folder, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
@@ -392,8 +392,8 @@ def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypa
     assert not list(verdict_folder.iterdir())
 
 
-def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
-    """If a kernel's source file cannot be read, verdicts are ignored, and the reason is given."""
+def test_unreadable_kernel_sources_invalidate_verdicts(stand_in, monkeypatch):
+    """If a kernel's source file cannot be read, verdicts are ignored; the reason says why."""
     stored()
     monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
     verdicts.read_again()
@@ -431,7 +431,7 @@ def marked(x, backend):
     return x + (2 if backend.opt_in_reasons(own) else 1)
 
 
-def test_compiled_calls_are_chosen_alike(stand_in):
+def test_compiled_functions_select_as_eager_ones(stand_in):
     """A function compiled with fullgraph=True selects the same backend as in eager mode."""
     stored()
     torch.compiler.reset()
@@ -444,7 +444,7 @@ def test_compiled_calls_are_chosen_alike(stand_in):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_exported_lengths_stay_open(stand_in, everywhere, strict):
-    """With a dynamic length, an exported program uses a backend only if all lengths are usable."""
+    """A program exported with a dynamic length uses only backends that are usable at any length."""
     words = verdicts.length_words() if everywhere else ["L<=128"]
     stored([NAME._replace(sizes=f"D<=32,{word}") for word in words])
 
@@ -471,8 +471,8 @@ def test_a_compiled_call_in_one_graph(stand_in):
     assert seen == [100] and all(tensor.grad is not None for tensor in tensors)
 
 
-def test_registry_asks_in_order(stand_in):
-    """A device has a single default backend unless verdicts make the choice depend on the call."""
+def test_default_backend_of_a_device(stand_in):
+    """A device has a single default backend, unless stored verdicts make it depend on the call."""
     assert registry.default_backend(CPU) is not None
     stored()
     assert registry.default_backend(CPU) is None
@@ -480,7 +480,7 @@ def test_registry_asks_in_order(stand_in):
     assert registry.default_backend(CPU) is not None
 
 
-def test_the_driver_without_its_file(monkeypatch):
+def test_driver_version_without_proc(monkeypatch):
     """If a container hides /proc/driver, the version is read from the driver's library."""
 
     class Library:

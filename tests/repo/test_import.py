@@ -74,7 +74,7 @@ def test_triton_is_not_imported():
     run(CALLS)
 
 
-@pytest.mark.sampled("one import order always runs", before=["", LOOKED_FOR])
+@pytest.mark.sampled("covered by another import order", before=["", LOOKED_FOR])
 @pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
 def test_flops_are_counted_whoever_imports_the_counter(before):
     run(before + COUNTED)
@@ -116,7 +116,7 @@ assert model.config._attn_implementation == "fused_attn"
 BOTH = ["import fused_attn", "from transformers import AutoModel, BertConfig"]
 
 
-@pytest.mark.sampled("the test of a taken name has this import order", imports=[BOTH[::-1]])
+@pytest.mark.sampled("covered by the test of a taken name", imports=[BOTH[::-1]])
 @pytest.mark.parametrize("imports", [BOTH, BOTH[::-1]], ids=["ours first", "ours second"])
 def test_transformers_knows_the_name(imports):
     pytest.importorskip("transformers", reason="reason: transformers is not installed")

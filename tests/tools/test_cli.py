@@ -188,7 +188,7 @@ def test_doctor_json(capsys, tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()).keys() == facts.keys()
 
 
-@pytest.mark.sampled("norm_fwd always runs", kernel=["attention_bwd"])
+@pytest.mark.sampled("covered by norm_fwd", kernel=["attention_bwd"])
 @pytest.mark.parametrize("kernel", ["attention_bwd", "norm_fwd"])
 def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
     backend = get_backend("cpp")

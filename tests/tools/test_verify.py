@@ -105,7 +105,7 @@ def problem_of_probe(probe):
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.thinned("causal always runs", kind=["none"])
+@pytest.mark.thinned("covered by causal masks", kind=["none"])
 @pytest.mark.parametrize("kind", ["causal", "none"])
 def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
     """Only calls of the incorrect kind are stored as unusable; the printed code shows the error."""

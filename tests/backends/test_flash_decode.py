@@ -50,7 +50,8 @@ def decoding(number, name):
 def test_decoding(install, name):
     """Decoding matches the eager reference.
 
-    flash-attn runs at least 20 steps on its KV-cache function; other steps run on a forward.
+    flash-attn runs at least 20 steps on its KV-cache function. All other steps run on the plain
+    forward of the engine.
     """
     install(name)
     count = taken = 0

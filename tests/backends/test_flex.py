@@ -361,7 +361,7 @@ def test_selected_by_name_only():
 
 
 def large(**properties):
-    """Return a GPU problem that has large scores and, by default, softcap, unlike torch's SDPA."""
+    """Return a GPU problem with large scores and softcap, which torch's SDPA does not support."""
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
     return AttentionProblem(
         torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}

@@ -143,7 +143,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 
 def test_learned_and_constant_biases_have_separate_verdicts(stand_in):
-    """A verdict for constant biases does not apply to learned ones, also under enabled()."""
+    """A verdict for constant biases does not apply to learned biases, even under enabled()."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
@@ -166,7 +166,7 @@ def test_learned_and_constant_biases_have_separate_verdicts(stand_in):
 
 
 def test_calls_of_other_classes_skip_validation(stand_in, monkeypatch):
-    """A stored verdict does not make calls of other problem classes run through validation."""
+    """If a verdict is stored, calls of problem classes without a verdict still skip validation."""
     stored()
     monkeypatch.setattr(dispatch, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)

@@ -24,7 +24,7 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.tables import packed
 
-# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. The shapes have one row, odd
+# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. They cover one position, odd
 # lengths around a query tile (8, 16, 32) and a KV block (128), GQA and MQA, seqlen_q below and
 # above seqlen_k, head_dim not a multiple of a vector, and head_dim_v below and above head_dim.
 SHAPES = [
@@ -162,9 +162,7 @@ def test_scale_and_strides(dtype, backend):
         query.contiguous(), key.contiguous(), value.contiguous(), backend=backend
     )
     assert torch.equal(got, want)
-    spread = torch.randn(2, 4, 90, 96).to(device, dtype)[
-        ..., ::2
-    ]  # the last dimension has stride 2
+    spread = torch.randn(2, 4, 90, 96).to(device, dtype)[..., ::2]
     got = F.scaled_dot_product_attention(spread, key, value, backend=backend)
     assert torch.equal(
         got, F.scaled_dot_product_attention(spread.contiguous(), key, value, backend=backend)

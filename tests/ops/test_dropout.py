@@ -217,7 +217,7 @@ def test_compiled_with_a_seed():
         got, want = compiled(x, seed), step(x, numpy.int64(seed))
         assert torch.equal(got, want)
         grads = [torch.autograd.grad(out.sum(), x)[0] for out in (got, want)]
-        torch.testing.assert_close(*grads)  # terms of query, key and value in any order
+        torch.testing.assert_close(*grads)  # sums of three terms in any order
 
 
 def test_invalid_seeds():

@@ -47,7 +47,7 @@ def test_bias_and_options(options, dtype, isa):
 def test_one_key_has_all_the_weight(dtype, isa):
     """Results are within the numerics contract if one key has nearly all the weight.
 
-    They are only if the backward recomputes scores with the same rounding as the forward.
+    This requires a backward that recomputes scores with the same rounding as the forward.
     """
     tensors = random_qkv(2, 4, 4, 4, 300, 64)
     tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)

@@ -59,7 +59,7 @@ def deterministic(wanted):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the usual results, which are off by out_residual."""
+    """Assert that partial results round to the usual results, with rounding error out_residual."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)

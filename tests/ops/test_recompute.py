@@ -57,7 +57,7 @@ def check_compiled(function, budget, backend):
         assert_backward_drops_the_same(torch.compile(function, backend=backend, fullgraph=True))
 
 
-# A budget with which each function once failed; test_all_budgets runs the functions with others.
+# A budget with which each function once failed; test_all_budgets covers more budgets.
 FAILED_AT = [
     (attention_twice, 0.0),
     (varlen, 0.7),

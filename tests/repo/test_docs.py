@@ -1,4 +1,4 @@
-"""Files and symbols that the documentation names exist; generated tables are up to date."""
+"""Files and symbols named in the documentation exist, and generated tables are up to date."""
 
 from __future__ import annotations
 

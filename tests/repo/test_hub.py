@@ -161,7 +161,7 @@ def published(monkeypatch, repository):
         return kernels.get_local_kernel(repository, backend="cpu")
 
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
-    # transformers 5.24 requires kernels 0.18.2, but any version can load a local folder.
+    # transformers 5.24 requires kernels 0.18.2, which is not needed to load a local folder.
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
 
 

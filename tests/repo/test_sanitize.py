@@ -1,4 +1,4 @@
-"""The test files and source lines that scripts/sanitize.py names exist."""
+"""The test files and source lines named in scripts/sanitize.py exist."""
 
 from pathlib import Path
 

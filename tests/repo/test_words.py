@@ -1,4 +1,4 @@
-"""scripts/words.py finds planted breaches of its rules, and its exceptions are still needed."""
+"""scripts/words.py finds planted breaches of its rules, and files contain its exceptions."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_gpu_that_always_fails_is_given_up(verdict_folder, monkeypatch):
 
 @pytest.mark.parametrize("function", [os.abort, partial(os._exit, 3), partial(time.sleep, 60)])
 def test_workers(function):
-    """If the process dies or exceeds its time limit, the next step runs in a new one."""
+    """If a worker process dies or exceeds its time limit, the next step runs in a new process."""
     worker = isolation.Worker(5.0)
     assert worker.run(math.sqrt, 4.0) == 2.0
     with pytest.raises(isolation.WorkerError, match=r"SIGABRT|exit status 3|no result after 5 s"):

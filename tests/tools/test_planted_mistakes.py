@@ -34,7 +34,7 @@ def tensors_of(problem):
 def findings(problem, dtype, mistake=""):
     """Return contract findings for out, lse and all gradients of the tiled kernel.
 
-    For "few_keys", lse is omitted, because its large gradient would hide errors of the others.
+    For "few_keys", lse is omitted, because its gradient would dominate the gradient of the scores.
     """
     results = 1 if problem == "few_keys" else 2
     dropout_p = 0.3 if problem == "plain" else 0.0

@@ -171,7 +171,7 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """Errors that occur only at the sizes of a class, not in small checks, make it unusable."""
+    """Errors at the sizes of a problem class make the class unusable, even if small checks pass."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
     corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
@@ -345,7 +345,7 @@ def test_every_mask_is_checked(quick):
 
 
 def test_probes_are_of_their_class():
-    """Dispatch assigns each probe to the class that it was created for."""
+    """Dispatch assigns each probe to the problem class that the probe was created for."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
     probes = plan.attention_probes(["bfloat16"], [32], **sizes)
     classes = plan.by_class([*probes, *plan.norm_probes(["float16"], elements=1 << 10)])

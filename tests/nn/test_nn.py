@@ -64,7 +64,7 @@ def test_same_seed_gives_bit_identical_parameters(name, kwargs):
     for key, value in expected.state_dict().items():
         assert torch.equal(actual.state_dict()[key], value), key
         assert actual.state_dict()[key].dtype == value.dtype, key
-    # Later draws from the generator are equal too.
+    # Both constructors leave the generator in the same state.
     after = torch.rand(3)
     torch.manual_seed(3)
     getattr(torch.nn, name)(**kwargs)
@@ -195,7 +195,7 @@ def test_norm(name, kwargs, shape):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_in_half_precision(name, dtype):
-    """In float16 and bfloat16, RMSNorm defaults to float32's eps, as torch does.
+    """Norms in float16 and bfloat16 match torch: RMSNorm's default eps is float32's epsilon.
 
     The inputs are small enough for eps to affect the result.
     """

@@ -1,4 +1,4 @@
-"""dropout(activation(x + bias)) of the feed-forward block, in one pass on CPUs."""
+"""The fused CPU pass that computes dropout(activation(x + bias)) in feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
 
 def activated(x, activation):
-    """Compute the activation with formulas that do not cancel for large negative numbers."""
+    """Return the activation of x, by formulas without cancellation at large negative x."""
     if activation == "gelu":
         return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
     if activation == "gelu_tanh":
@@ -37,7 +37,7 @@ def any_size(monkeypatch):
 
 
 def numbers(shape, dtype):
-    """Return numbers that range from where GELU is 0 to where it is the identity."""
+    """Return random numbers, from the range where GELU is 0 to that where it is the identity."""
     return torch.randn(shape, dtype=dtype) * torch.tensor([0.01, 1.0, 6.0])[torch.randint(3, shape)]
 
 
@@ -60,15 +60,15 @@ def test_values_and_gradients(shape, activation, dropout_p, dtype, isa):
     out = activation_pass(x, bias, activation, dropout_p)
     got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
     recorded = torch.autograd.grad(out, leaves, grad, create_graph=True)
-    # The sum with the bias is rounded to the dtype of the computation.
+    # The kernel rounds x + bias to the dtype of the computation.
     wide = statistics_dtype(dtype)
     total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     keep = philox.norm_keep(seed, dropout_p, x.shape[:-1].numel(), x.shape[-1]).view(x.shape)
     want = activated(total.double(), activation)
     want = torch.where(keep, want * philox.dropout_scale(dropout_p), 0)
     want_grads = torch.autograd.grad(want, leaves, grad.double())
-    # The limit is one rounding of the result and a few of the computation. A rounded argument of
-    # exp adds `moved` roundings.
+    # The error limit is one rounding of the result and a few of the computation. The rounding of
+    # exp's argument adds `moved` more.
     size = total.double().abs()
     cubic = 1.6 * size + 0.072 * size**3
     moved = 4 * (size**2 / 2 if activation == "gelu" else cubic if "tanh" in activation else 0)
@@ -87,7 +87,7 @@ def test_values_and_gradients(shape, activation, dropout_p, dtype, isa):
         assert error <= scale * (4 * torch.finfo(dtype).eps + 40 * torch.finfo(wide).eps)
 
 
-@pytest.mark.sampled("dropout is there", dropout_p=[0.0])
+@pytest.mark.sampled("the runs with dropout cover the activations", dropout_p=[0.0])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_second_order(activation, dropout_p):
@@ -105,7 +105,7 @@ def test_second_order(activation, dropout_p):
 
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_nan_and_infinity(activation):
-    """Elements kept by dropout have the scaled value and slope, even for NaN and infinities."""
+    """Elements that dropout keeps have the scaled value and gradient, even NaN and infinities."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
     out = activation_pass(x, None, activation, 0.25)
@@ -119,14 +119,14 @@ def test_nan_and_infinity(activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
-    """The derivatives of GELU at +-infinity are their limits; those of torch are NaN."""
+    """The derivative of GELU is 1 at infinity and 0 at -infinity, where torch returns NaN."""
     big = torch.finfo(dtype).max
     inf = float("inf")
     x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)
     x.requires_grad_()
     out = activation_pass(x, None, {"none": "gelu", "tanh": "gelu_tanh"}[approximate])
     out.sum().backward()
-    nan = float("nan")  # torch returns NaN for -inf
+    nan = float("nan")  # also the value of GELU at -infinity, as in torch
     values = torch.tensor([nan, inf, nan, 0, big, 0] * 7, dtype=dtype)
     torch.testing.assert_close(out, values, equal_nan=True)
     slopes = torch.tensor([nan, 1, 0, 0.5, 1, 0] * 7, dtype=dtype)
@@ -174,7 +174,7 @@ def test_other_tensors_are_left_to_torch():
 
 
 def test_results_can_be_changed_in_place():
-    """The result may be changed in place before the backward, except that of ReLU."""
+    """The result can be modified in place before the backward; with ReLU, this is an error."""
     for activation in ACTIVATIONS:
         x = torch.randn(4, 3, 6, requires_grad=True)
         out = activation_pass(x, None, activation, 0.25)
@@ -239,7 +239,7 @@ def test_hooks_are_called(hooked, any_size):
     torch.testing.assert_close(out[out != 0], want[out != 0])
 
 
-def test_own_linear_keeps_what_it_returns(any_size):
+def test_output_of_a_custom_linear_is_not_modified(any_size):
     class Cached(torch.nn.Linear):
         def forward(self, x):
             self.seen = super().forward(x)
@@ -297,7 +297,7 @@ def test_autocast(dtype, any_size):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_drops_in_one_pass(norm_first, any_size):
-    """Training does not call torch's dropout; activation checkpointing gives the same gradient."""
+    """Training does not call torch's dropout; activation checkpointing keeps the gradient."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, batch_first=True, norm_first=norm_first)
     x = torch.randn(2, 5, 16, requires_grad=True)
     torch.manual_seed(2)

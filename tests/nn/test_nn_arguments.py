@@ -53,7 +53,7 @@ def test_signatures_of_forward_are_those_of_torch(name):
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
 def test_stacks_of_the_same_seed(layers):
-    """With the same seed, stacks have the same parameters as torch's: both copy the given layer."""
+    """With the same seed, our stacks and torch's have equal parameters: both copy the layer."""
     states = []
     for namespace in (torch.nn, fnn):
         torch.manual_seed(3)
@@ -70,7 +70,7 @@ def test_stacks_of_the_same_seed(layers):
 def test_callable_activations(name, activation):
     theirs = getattr(torch.nn, name)(**LAYER, dropout=0.0, activation=activation)
     theirs = perturb(theirs.double())
-    # No copy of theirs: torch's decoder layer forgets an activation that is a module when copied.
+    # Not a deep copy: in a copy of torch's decoder layer, relu replaces an activation module.
     ours = getattr(fnn, name).from_torch(theirs)
     args = (randn(LEN_Q, BATCH, EMBED), randn(LEN_K, BATCH, EMBED))
     args = args if "Decoder" in name else args[:1]
@@ -93,9 +93,9 @@ def test_decoder_layer_unbatched():
 @pytest.mark.parametrize("kind", ["bool", "learned"])
 @pytest.mark.parametrize("hint", [None, True])
 def test_decoder_stack(hint, kind, batch_first):
-    """A decoder stack matches torch's with every argument of forward.
+    """The fused decoder stack matches torch's when every argument of forward is given.
 
-    With the hints, memory_mask is causal too, because memory_is_causal=True requires it.
+    With hints, memory_mask is causal too, because memory_is_causal=True requires a causal mask.
     """
     kwargs = {"batch_first": batch_first}
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)
@@ -132,7 +132,7 @@ def test_transformer_with_every_mask_and_hint(hinted):
 
 
 def test_transformer_of_custom_stacks():
-    """Transformer converts torch's custom stacks, loads torch's state_dict and matches torch."""
+    """fnn.Transformer converts custom stacks of torch.nn, loads a state_dict and matches torch."""
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0), 1)
     layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0)
     decoder = torch.nn.TransformerDecoder(layer, 1)

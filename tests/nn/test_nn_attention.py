@@ -70,7 +70,7 @@ def attention_inputs(module, batched=True):
 
 
 @pytest.mark.sampled(
-    "all masks with one constructor, and all constructors with two masks, are there",
+    "one constructor runs with all masks, and two masks run with all constructors",
     constructor=[name for name in ATTENTIONS if name != "bias_kv_zero_attn_kdim"],
     mask=[name for name in MASKS if name not in ("none", "learned3d+float_padding")],
 )
@@ -125,7 +125,7 @@ def test_attention_is_causal(constructor, padding, need_weights):
         fnn.MultiheadAttention,
         (query, query, query),
         {**kwargs, "is_causal": True},
-        truth_kwargs=kwargs,  # with appended keys, torch's hint would mask them
+        truth_kwargs=kwargs,  # torch's hint would also mask the appended keys
     )
 
 
@@ -144,7 +144,7 @@ def test_attention_does_not_read_the_mask_that_is_hinted_causal():
     out, _ = ours(x, x, x, attn_mask=hinted, is_causal=True, need_weights=False)
     expected, _ = ours(x, x, x, attn_mask=causal_bias(LEN_Q), need_weights=False)
     torch.testing.assert_close(out, expected)
-    # A learned mask is not the causal one, regardless of the hint.
+    # A mask that requires grad is applied in spite of the hint.
     learned = randn(LEN_Q, LEN_Q)
     out, _ = ours(x, x, x, attn_mask=learned, is_causal=True, need_weights=False)
     out.sum().backward()
@@ -167,7 +167,7 @@ def test_attention_takes_a_fused_attn_mask():
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_attention_fully_masked(dtype, need_weights):
-    """Fully padded sequences and fully masked queries have out_proj's bias as output, never NaN.
+    """The output of padded sequences and fully masked queries is out_proj's bias, never NaN.
 
     Their attention weights are 0, and all gradients are finite.
     """

@@ -1,4 +1,4 @@
-"""Causal mask tensors are recognized by one comparison per version, without synchronization."""
+"""Causal mask tensors are recognized by one comparison per tensor version, without a sync."""
 
 from __future__ import annotations
 
@@ -132,6 +132,6 @@ def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
 def test_recognized_mask_gives_the_same_result():
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
     x, padding = randn(LEN_Q, BATCH, EMBED), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    learned = causal_bias(LEN_Q).requires_grad_()  # never compared
+    learned = causal_bias(LEN_Q).requires_grad_()  # so it is not recognized
     expected = ours(x, x, x, padding, attn_mask=learned)
     torch.testing.assert_close(ours(x, x, x, padding, attn_mask=causal_bias(LEN_Q)), expected)

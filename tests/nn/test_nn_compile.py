@@ -66,7 +66,7 @@ def graph_cases():
 CASES = sorted(graph_cases())
 
 
-@pytest.mark.sampled("parts of it are there", case=["transformer"])
+@pytest.mark.sampled("the other cases cover its layers", case=["transformer"])
 @pytest.mark.parametrize("case", CASES)
 def test_compile(case):
     module, args, kwargs = graph_cases()[case]
@@ -114,7 +114,7 @@ def test_compile_with_dropout():
     ],
 )
 def test_export_with_dropout(backend, strict):
-    """An encoder exported in training mode draws a new dropout mask at each call, for any sizes."""
+    """An encoder exported in training mode draws new dropout at each call, for several sizes."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=1)
     fused_attn.swap_modules(model)

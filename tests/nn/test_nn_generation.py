@@ -33,7 +33,7 @@ def decoder(norm=True, **kwargs):
 
 
 class Words(torch.nn.Module):
-    """Embeddings and logits of a small vocabulary."""
+    """Token and position embeddings, and the output layer, of a model with 6 tokens."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ def searched(seed=0, **kwargs):
 
 
 def score_of(theirs, words, memory):
-    """Return a function of (b, tokens) that returns torch's log-probabilities at each position."""
+    """Return function(b, tokens): torch's log-probabilities, (len(tokens) + 1, VOCABULARY)."""
 
     @torch.no_grad()
     def score(b, tokens):

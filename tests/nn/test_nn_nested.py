@@ -1,4 +1,4 @@
-"""Nested tensors with empty sequences, and padded batches without a token."""
+"""fused_attn.nn on nested tensors with empty sequences, and on batches without real tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def modules():
 @pytest.mark.parametrize("name", modules())
 def test_each_sequence_is_as_by_itself(name, lengths, layout):
     if layout == "jagged" and not lengths:
-        pytest.skip("reason: torch refuses to make a jagged tensor of no sequences")
+        pytest.skip("reason: torch cannot create a jagged tensor without sequences")
     module = modules()[name]
     sequences = [torch.randn(length, WIDTH) for length in lengths]
     nested = torch.nested.nested_tensor(sequences, layout=LAYOUTS[layout])

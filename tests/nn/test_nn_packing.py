@@ -35,7 +35,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list to which each call of a stack appends its packing."""
+    """Return a list to which each call of `packing_of` appends its result."""
     seen = []
 
     def recorded(*args):
@@ -81,7 +81,7 @@ def fused(stack):
 
 
 @pytest.mark.sampled(
-    "each padding and each mask is there",
+    "each padding and each mask runs at least once",
     padding=["left", "holes"],
     mask=["hint", "found", "learned"],
 )
@@ -99,7 +99,7 @@ def test_results_are_those_of_torch(kwargs, padding, mask, packings):
     convert = SimpleNamespace(from_torch=lambda m: Stack(fused(m.encoder), m.ignored))
     shape = (BATCH, LENGTH) if kwargs.get("batch_first", True) else (LENGTH, BATCH)
     call = MASKS[mask]()
-    if padding == "left" and call:  # the first queries are fully masked, which is NaN in torch
+    if padding == "left" and call:  # torch returns NaN for the first, fully masked queries
         call["mask"] = call["mask"].detach().clamp(min=-1e9)
         call.pop("is_causal", None)
     check_against_torch(stack, convert, (randn(*shape, EMBED),), call)
@@ -175,7 +175,7 @@ def test_autocast():
 
 
 class Own(fnn.TransformerEncoderLayer):
-    """User-defined layer."""
+    """Subclass that a user defines."""
 
 
 def _nothing(*args):
@@ -195,7 +195,7 @@ def _own_linear(stack):
 
 
 class Centered(torch.nn.Linear):
-    """Layer that mixes all tokens of a sequence."""
+    """Linear layer whose output at a token depends on all tokens of the sequence."""
 
     def forward(self, x):
         return super().forward(x - x.mean(-2, keepdim=True))
@@ -230,7 +230,7 @@ def test_customized_stacks_are_not_packed(change, packings):
     assert len(packings) == 1
 
 
-def test_global_hooks_prevent_it(packings):
+def test_global_hooks_prevent_packing(packings):
     handle = torch.nn.modules.module.register_module_forward_hook(_nothing)
     try:
         out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=IGNORED["left"])
@@ -239,7 +239,7 @@ def test_global_hooks_prevent_it(packings):
     assert not packings and not out[IGNORED["left"]].any()
 
 
-def test_enable_nested_tensor_turns_it_off(packings):
+def test_enable_nested_tensor_turns_packing_off(packings):
     stack, ignored = encoder(), IGNORED["right"]
     stack.enable_nested_tensor = False
     x = randn(BATCH, LENGTH, EMBED)
@@ -248,7 +248,7 @@ def test_enable_nested_tensor_turns_it_off(packings):
     torch.testing.assert_close(out, expected)
 
 
-def test_little_padding_does_not_pay(packings):
+def test_little_padding_is_not_packed(packings):
     ignored = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     ignored[0, -1] = True
     out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=ignored)
@@ -284,7 +284,7 @@ def test_compiled_stacks_are_padded_and_equal():
 def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     is_causal, batch_first, dynamic, any_size
 ):
-    """If data-dependent sizes are allowed, full graphs pack and match eager for every padding."""
+    """With data-dependent sizes, full graphs pack and match the uncompiled stack."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
@@ -303,7 +303,7 @@ def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
 
 @pytest.mark.parametrize("with_mask", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
-    """Compiled stacks pack after a graph break, and match eager.
+    """Compiled stacks pack after a graph break, and match the uncompiled stack.
 
     After two packed batches and one without padding, further batches need no new graph.
     """
@@ -339,12 +339,12 @@ def test_compiled_packing_with_dropout(any_size):
     assert not first[ignored].any()
 
 
-@pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
+@pytest.mark.sampled("one reason is enough for make test", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
-def test_what_graphs_do_not_pack(why, any_size):
-    """Compiled graphs keep the padding with a positional mask, with a hook, or if packing is off.
+def test_graphs_that_keep_the_padding(why, any_size):
+    """Compiled graphs do not pack with an (L, L) mask, with a hook, or if packing is turned off.
 
-    With a positional mask, packing requires padding at the end, which a graph cannot check.
+    With an (L, L) mask, packing requires padding at the end, which a graph cannot check.
     """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":

@@ -110,7 +110,7 @@ def test_layer_respects_each_dropout(norm_first):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_dropout_rate(norm_first):
-    """Fused dropout keeps a share 1 - p of the sublayer's output and scales it by 1 / (1 - p)."""
+    """Fused dropout keeps about (1 - p) of the sublayer's output, scaled by 1 / (1 - p)."""
     layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
     layer.double()
     layer.dropout1.p = 0.25
@@ -224,8 +224,8 @@ def encoder_pair(**kwargs):
     return perturb(theirs.double())
 
 
-@pytest.mark.sampled("every mask has both layouts", norm_first=[True], batch_first=[True])
-@pytest.mark.sampled("every mask has both orders of norms", norm_first=[False], padding=[False])
+@pytest.mark.sampled("every mask runs in both layouts", norm_first=[True], batch_first=[True])
+@pytest.mark.sampled("every mask runs with pre- and post-norm", norm_first=[False], padding=[False])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("mask", ["none", "bool", "bool3d", "learned", "causal", "causal_bool"])

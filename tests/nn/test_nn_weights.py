@@ -1,4 +1,4 @@
-"""Attention weights compared with eager attention, and MultiheadAttention's with torch's."""
+"""attention_with_weights against eager attention; MultiheadAttention's weights against torch."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ def test_rows_that_one_key_dominates(seed, backend):
 
 
 @pytest.mark.thinned(
-    "kernels see fields; other masks are in test_attention.py", name=set(MASKS) - set(FIELDS)
+    "kernels receive mask fields; test_attention.py covers the rest", name=set(MASKS) - set(FIELDS)
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
-@pytest.mark.thinned("the average walks every head", average=[False])
+@pytest.mark.thinned("averaging computes the weights of every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_masks(name, average, backend):
-    """For every mask, out, weights and all gradients are correct across several tiles."""
+    """For every mask, out, weights and all gradients over several tiles match eager attention."""
     shape = (2, 3, 70, 150)
     tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
     mask = None if name is None else MASKS[name](*shape)
     assert_like_eager(with_weights(mask, average=average), tensors, torch.float32, backend)
 
 
-@pytest.mark.thinned("the average is there", average=[False], dtype=[torch.bfloat16])
-@pytest.mark.thinned("other shapes are there", dtype=[torch.bfloat16], bias=[(4, 1, 150), (33, 1)])
+@pytest.mark.thinned("averaged weights run in bfloat16", average=[False], dtype=[torch.bfloat16])
+@pytest.mark.thinned("float32 runs them", dtype=[torch.bfloat16], bias=[(4, 1, 150), (33, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @AVERAGE
@@ -100,7 +100,7 @@ def test_masks(name, average, backend):
     "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
 )
 def test_types_and_float_masks(bias, average, dtype, backend):
-    """With GQA, dropout and a broadcast float mask, weights and all gradients are correct."""
+    """With GQA, dropout and a broadcast float mask, results and gradients match eager attention."""
     tensors = random_qkv(2, 4, 2, 33, 150, 40)
     tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
     function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
@@ -124,7 +124,7 @@ def test_small_and_empty(average, shape, backend):
     key = torch.randn(batch, heads, seqlen_k, 8, device=leaf.device)
     _, weights = attention_with_weights(leaf, key, key, average=average, backend=backend)
     own = (batch, seqlen_q, seqlen_k) if average else shape
-    torch.testing.assert_close(weights, torch.ones(own, device=leaf.device))  # one key or no key
+    torch.testing.assert_close(weights, torch.ones(own, device=leaf.device))  # at most one key
     weights.sum().backward()
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
@@ -200,7 +200,7 @@ def test_gradcheck(dropout_p, average, backend):
 # ---- the ops ------------------------------------------------------------------------------------
 
 
-@pytest.mark.thinned("biased calls are there", options=[{}])
+@pytest.mark.thinned("the calls with a bias cover it", options=[{}])
 @pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout_p": 0.2}], ids=str)
@@ -264,7 +264,7 @@ def resident(field):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-step(64)  # code and pools are loaded
+step(64)  # loads code and memory pools
 open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before = resident("VmRSS")
 step(1024)
@@ -272,7 +272,7 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
-@pytest.mark.sampled("the average is there", average=[False])
+@pytest.mark.sampled("only averaged weights have a memory limit", average=[False])
 @AVERAGE
 def test_memory(average):
     """Averaged weights are computed without a (num_heads, L, S) tensor, 67 MB here."""
@@ -291,7 +291,7 @@ def test_memory(average):
 @pytest.mark.parametrize("appended", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
 def test_module_against_torch(kind, appended, average, batch_first):
-    """The module matches torch on several tiles, with and without add_bias_kv and add_zero_attn."""
+    """Weights over several tiles match torch's, with and without add_bias_kv and add_zero_attn."""
     batch, length = 2, 70
     constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
@@ -312,7 +312,7 @@ def test_module_against_torch(kind, appended, average, batch_first):
     check_against_torch(theirs, fused, args, {**call, **options}, {**truth, **options})
 
 
-def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
+def test_weights_come_from_a_second_op(monkeypatch):
     """With need_weights=True, the default, a second op returns weights; the output is unchanged."""
     calls = []
     for name in ("attention_fwd", "attention_weights"):
@@ -347,7 +347,7 @@ def test_causal_and_appended_keys_stay_structure(monkeypatch):
 
 
 def test_dropout_as_in_torch():
-    """Returned weights are those after dropout, as in torch, so their rows do not sum to 1."""
+    """Returned weights include dropout, as in torch, so their rows do not sum to 1."""
     x = torch.randn(1, 30, EMBED)
     for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
         module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)

@@ -14,7 +14,7 @@ from nn_helpers import BATCH, assert_within_contract, cast, causal_bias, perturb
 
 import fused_attn.nn as fnn
 
-EMBED, HEADS, LENGTH = 24, 4, 5  # an even number of heads, or torch has no fast path
+EMBED, HEADS, LENGTH = 24, 4, 5  # torch's fast path requires an even number of heads
 ALL_PADDED = torch.tensor([[False] * LENGTH, [True] * LENGTH])
 SOME_PADDED = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
 
@@ -39,7 +39,7 @@ def test_need_weights_with_a_sequence_of_padding_alone():
     out, weights = theirs(x, x, x, ALL_PADDED)
     assert out[1].isnan().all()
     assert weights[1].isnan().all()
-    out[0].sum().backward()  # the other sequence alone
+    out[0].sum().backward()
     assert theirs.in_proj_weight.grad.isnan().any()
 
     theirs.zero_grad()

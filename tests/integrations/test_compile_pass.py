@@ -61,7 +61,7 @@ def esm(q, k, v):
 
 
 def swin(q, k, v):
-    """Swin's attention: scores are viewed by window, and the mask of shifted windows is added."""
+    """Swin's attention, which views scores by window to add the mask of shifted windows."""
     attn = (q @ k.transpose(-2, -1)) * D**-0.5 + BIAS.to(q.dtype).unsqueeze(0)
     mask = torch.where(CAUSAL, 0.0, -100.0).to(q.dtype).expand(B, L, L)
     attn = attn.view(B // 2, 2, H, L, L) + mask.unsqueeze(1).unsqueeze(0)
@@ -69,7 +69,7 @@ def swin(q, k, v):
 
 
 def sam(q, k, v):
-    """SAM's attention: scores are viewed by row and column, with a separate bias for each."""
+    """SAM's attention, which views scores by row and column to add a bias for each."""
     q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
     attn = q @ k.transpose(-2, -1) / 4
     rows, columns = (torch.linspace(-1, 2, n, dtype=q.dtype) for n in (20, 32))
@@ -125,7 +125,7 @@ def capped(q, k, v):
 
 
 def espnet(q, k, v):
-    """ESPnet's attention: weights of padding keys are also set to 0 after the softmax."""
+    """ESPnet's attention, which also sets the weights of padding keys to 0 after the softmax."""
     hidden = PADDING.eq(0)
     scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -142,7 +142,7 @@ def in_steps(q, k, v):
 
 
 def shifted(q, k, v):
-    """Attention that subtracts the row maximum of scores; the mean of the weights is not used."""
+    """Attention that subtracts the row maximum from scores, and computes a mean without use."""
     sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
     sim = sim - sim.amax(dim=-1, keepdim=True).detach()
     weights = sim.softmax(dim=-1, dtype=torch.float32)
@@ -151,7 +151,7 @@ def shifted(q, k, v):
 
 
 def viewed(q, k, v):
-    """Compute attention, and call view() on it, which requires the strides of a matmul's result."""
+    """Attention whose result is reshaped by view(), which requires the strides of a matmul."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 
@@ -196,7 +196,7 @@ def test_a_bias_has_its_gradient():
 
 @pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
 def test_rows_that_a_number_hides_are_as_in_eager(fill):
-    """Rows fully masked by a finite value average the values, with dQ = dK = 0, as in eager."""
+    """Rows fully masked with a finite score return the mean of V, as in eager attention."""
     mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
     names = dict(zip(("query", "key", "value"), operands(), strict=True))
 
@@ -282,7 +282,7 @@ def scores_too(q, k, v):
 
 
 def other_way_round(q, k, v):
-    """Take the softmax over queries instead of keys."""
+    """Attention with the softmax over queries instead of keys."""
     return (q @ k.transpose(-2, -1)).softmax(-2) @ v
 
 
@@ -314,7 +314,7 @@ def test_what_is_something_else_stays(way, reason):
 
 
 def test_inductor_and_sizes_that_change():
-    """The pass, in torch.compile's options, fuses attention with varying lengths in training."""
+    """Given in torch.compile's options, the pass fuses training attention of varying lengths."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
@@ -351,7 +351,7 @@ def test_under_autocast():
 @pytest.mark.small_calls
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_small_attention_is_left_to_inductor(needs_grad):
-    """Attention is left to Inductor over 40 tokens, and over 128 tokens if it needs gradients."""
+    """The pass does not fuse attention over 40 tokens, nor over 128 tokens with gradients."""
     for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
         given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]

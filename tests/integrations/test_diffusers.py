@@ -1,7 +1,7 @@
-"""diffusers' models with random weights: attention by `enable()`, norms by `swap_modules`.
+"""diffusers' models with random weights: `enable()` fuses attention, `swap_modules` fuses norms.
 
-Their attention calls torch's `scaled_dot_product_attention`. The group norms, from torch, and
-the RMS norms, from diffusers, are not swapped.
+Their attention calls torch's `scaled_dot_product_attention`. `swap_modules` does not swap torch's
+group norms or diffusers' RMS norms.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dit():
         num_embeds_ada_norm=10,
     )  # fmt: skip
     steps, labels = torch.tensor([1, 2]), torch.tensor([3, 4])
-    model.transformer_blocks.eval()  # in training, some labels are dropped
+    model.transformer_blocks.eval()  # in training mode, the model drops random labels
     return model, {"hidden_states": random(2, 4, 8, 8), "timestep": steps, "class_labels": labels}
 
 
@@ -84,7 +84,7 @@ def vae():
     return model, {"sample": random(2, 3, 16, 16)}
 
 
-# Model -> calls of attention, how many of them have a mask, and norms that are swapped and skipped.
+# Model -> numbers of attention calls, of masked attention calls, of swapped and of skipped norms.
 MODELS = {unet: (8, 4, 12, 0), dit: (2, 0, 5, 0), sd3: (2, 0, 8, 8), flux: (2, 0, 12, 0)}
 MODELS[vae] = (2, 0, 0, 0)
 

@@ -102,7 +102,7 @@ def test_callers(call):
     torch.testing.assert_close(out, expected)
     with counting() as computed:
         call(query)
-    assert not computed, "still taken over after the block"
+    assert not computed, "a call after the block is intercepted"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -224,7 +224,7 @@ def test_nan_reaches_its_row():
 
 def test_dropout():
     query = torch.zeros(1, 2, 64, 8)
-    value = torch.eye(64).expand(1, 2, 64, 64)  # out is the weights
+    value = torch.eye(64).expand(1, 2, 64, 64)  # so that the output equals the weights
     with taken_over() as computed:
         torch.manual_seed(3)
         first = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
@@ -301,7 +301,7 @@ def only(*backends):
 def causal_and_masked(query):
     try:
         return attend(query, attn_mask=torch.zeros(LEN_Q, LEN_Q), is_causal=True)
-    except RuntimeError as error:  # torch 2.14 rejects both arguments
+    except RuntimeError as error:  # torch 2.14 rejects the combination
         assert "attn_mask should not be set" in str(error)  # noqa: PT017
         return torch.zeros(())
 

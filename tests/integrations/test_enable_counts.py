@@ -43,7 +43,7 @@ def test_shapes_and_reasons():
     assert text.splitlines()[0] == "3 calls fused, 2 left to torch"
     assert "query (2, 4, 9, 8), 9 keys  fused" in text
     attend(2, 4, 9, 8)
-    assert counts.fused == 3, "the block is over"
+    assert counts.fused == 3, "a call after the block is counted"
 
 
 def test_enable_counts_until_disable():

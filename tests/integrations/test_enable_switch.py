@@ -43,12 +43,12 @@ def test_enable_and_disable():
 
 @pytest.mark.skipif(
     not hasattr(torch.nn.attention, "activate_flash_attention_impl"),
-    reason="reason: torch 2.11 has the registry of implementations",
+    reason="reason: needs the implementation registry of torch 2.11",
 )
 def test_activation_by_torch():
     before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
     assert "fused_attn" in torch.nn.attention.list_flash_attention_impls()
-    assert not intercepted(), "import fused_attn activates nothing"
+    assert not intercepted(), "the import has activated fused_attn"
     for _ in range(2):  # the second activation undoes the first
         torch.nn.attention.activate_flash_attention_impl("fused_attn")
         assert torch.nn.attention.current_flash_attention_impl() == "fused_attn"
@@ -77,13 +77,13 @@ def test_blocks():
             raise KeyError
         assert intercepted()
         fused_attn.disable()
-        assert intercepted(), "the block is open"
+        assert intercepted(), "disable() has ended the block"
     assert not intercepted()
     assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
     fused_attn.enable()
     with fused_attn.enabled():
         pass
-    assert intercepted(), "enable() came before the block"
+    assert intercepted(), "the block has undone the earlier enable()"
 
 
 def test_blocks_of_threads_overlap():
@@ -116,7 +116,7 @@ def test_kernels_of_other_libraries_are_restored():
                 with taken_over() as computed:
                     F.scaled_dot_product_attention(query, key, value)
                 assert len(computed) == 1
-            except RuntimeError as error:  # torch 2.9 allows one kernel per key
+            except RuntimeError as error:  # torch 2.9 allows one kernel per dispatch key
                 if "already a kernel registered" not in str(error):
                     raise
             assert F.scaled_dot_product_attention(query, key, value) is key
@@ -177,4 +177,4 @@ def test_choice_on_cuda(automatic, name, head_dim, taken):
     ):
         attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
     assert bool(computed) is taken
-    registry._first_for.cache_clear()  # remove results for the patched backends
+    registry._first_for.cache_clear()  # drop choices among the patched backends

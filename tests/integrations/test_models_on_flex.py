@@ -17,7 +17,7 @@ LENGTH = 384  # three blocks of 128
 
 
 class Recorded:
-    """A call that reached the backend: its variant and operands."""
+    """Mask pattern and operands of a call that reached the backend."""
 
     def __init__(self, variant, operands):
         self.pattern, self.operands = variant.pattern, operands
@@ -32,7 +32,7 @@ class Recorded:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list to which each call that reaches the backend is appended."""
+    """Return a list to which each call that reaches the backend is appended as Recorded."""
     recorded, latest = [], []
 
     def variant_of(call, *options):
@@ -51,7 +51,7 @@ def calls(monkeypatch):
 
 
 def compared(model, **inputs):
-    """Return a model's last hidden states, swapped on the backend "flex" and before the swap."""
+    """Return a model's last hidden states after the swap, on backend "flex", and before it."""
     model = model.eval()
     want = model(**inputs).last_hidden_state
     fused_attn.swap_modules(model)
@@ -73,7 +73,7 @@ def test_llama_with_packed_documents(calls):
     )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert len(calls) == 2
-    for call in calls:  # intervals replace dense tensors and documents
+    for call in calls:  # neither a dense mask nor document numbers
         assert call.operands.dense is None and call.operands.query_documents is None
         assert call.skipped == 5  # 3 above the diagonal, 2 of other documents
     assert calls[0].operands.lists.kv_indices is calls[1].operands.lists.kv_indices
@@ -112,7 +112,7 @@ def test_t5_with_a_relative_bias(calls):
         decoder_input_ids=tokens, use_cache=False,
     )  # fmt: skip
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    assert len(calls) == 3  # encoder, decoder, and the decoder's attention to the encoder
+    assert len(calls) == 3  # encoder, decoder, and cross-attention
     assert sum(bool(call.pattern.bias) for call in calls) >= 2
     assert all(call.operands.dense is None for call in calls)
     assert all(call.skipped > 0 for call in calls)

@@ -80,7 +80,7 @@ ATTENTION = {
 
 
 @pytest.mark.sampled(
-    "causal calls and float masks are there",
+    "the other cases cover causal calls, masks and decoding",
     function=[ATTENTION[n][0] for n in ("padding and window", "fewer queries", "groups")],
 )
 @pytest.mark.parametrize(("function", "more"), ATTENTION.values(), ids=ATTENTION)
@@ -101,7 +101,7 @@ def test_norms(norm):
     check_export(perturb(norm(E)), (torch.randn(B, L, E),))
 
 
-@pytest.mark.sampled("padded batches are there", padded=[False])
+@pytest.mark.sampled("the padded batch covers the layer", padded=[False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_encoder_layer(padded):
     layer = nn.TransformerEncoderLayer(E, 4, 48, batch_first=True).eval()
@@ -109,7 +109,7 @@ def test_encoder_layer(padded):
     check_export(layer, (torch.randn(B, L, E),), kwargs)
 
 
-@pytest.mark.sampled("an encoder is there", name=["Mistral"])
+@pytest.mark.sampled("one model is enough for make test", name=["Mistral"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Bert", "Mistral"])
 def test_swapped_model_of_transformers(name):
@@ -127,7 +127,7 @@ def test_swapped_model_of_transformers(name):
             return self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
 
     inputs = family.inputs()
-    inputs["attention_mask"][2] = 1  # no fully masked rows
+    inputs["attention_mask"][2] = 1  # avoids fully masked rows
     check_export(First().eval(), (inputs["input_ids"], inputs["attention_mask"]))
 
 

@@ -83,8 +83,8 @@ def test_restore():
     report.restore()
     assert kinds(model) == before
     assert not model.norm.training
-    assert model.norm.weight.eq(2.0).all(), "what happened since the swap must stay"
-    report.restore()  # again changes nothing
+    assert model.norm.weight.eq(2.0).all(), "restore() has undone a change made after the swap"
+    report.restore()  # a second call changes nothing
     assert kinds(model) == before
     assert len(swap_modules(model).swapped) == 4
 
@@ -124,7 +124,7 @@ def test_the_model_itself_is_swapped():
     report = swap_modules(model)
     assert type(model) is fnn.TransformerEncoder
     assert report.swapped[0].name == "(the model)"
-    with torch.no_grad():  # torch's inference path would be taken here
+    with torch.no_grad():  # torch's module would use its inference fast path
         actual = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(actual[~padding], expected[~padding])
     report.restore()

@@ -1,4 +1,4 @@
-"""Fused blocks of BERT-like layers besides attention: classes, numerics, and unfused cases."""
+"""Fused feed-forward and output blocks of BERT-like layers: classes, results, unfused cases."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "silu", "gelu_python")
 @pytest.fixture(autouse=True)
 def _seed(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(activation, "MIN_NUMEL", 0)  # the models are small
+    monkeypatch.setattr(activation, "MIN_NUMEL", 0)  # so that small models run the fused pass
 
 
 def new(kind="Bert", **settings):
@@ -118,8 +118,6 @@ def test_hooks_see_what_they_did(name):
 
 
 def test_replaced_linear_is_called():
-    """An adapter that replaces the module `dense` is called."""
-
     class Doubled(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -134,7 +132,7 @@ def test_replaced_linear_is_called():
 
 @pytest.mark.parametrize(("attention", "norm"), [(True, False), (False, True)])
 def test_parts_of_the_swap(attention, norm):
-    """The flag `attention` also swaps blocks; without `norm`, their norms remain torch's."""
+    """attention=True also swaps output blocks; with norm=False, their norms remain torch's."""
     model = new().eval()
     swapped = copy.deepcopy(model)
     swap_modules(swapped, attention=attention, norm=norm)

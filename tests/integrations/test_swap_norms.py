@@ -23,7 +23,7 @@ from fused_attn.swap import contains_fused_modules, swap_modules
 pytest.importorskip("transformers", minversion="5.0", reason="reason: needs transformers")
 
 HIDDEN = 24
-# class -> (its module under transformers.models, what its weight starts from)
+# class -> (its module under transformers.models, the number that the formula adds to its weight)
 NORMS = {
     "LlamaRMSNorm": ("llama.modeling_llama", 0.0),
     "Qwen3RMSNorm": ("qwen3.modeling_qwen3", 0.0),
@@ -32,7 +32,7 @@ NORMS = {
     "GptOssRMSNorm": ("gpt_oss.modeling_gpt_oss", 0.0),
     "T5LayerNorm": ("t5.modeling_t5", 0.0),
 }
-# In training, parameters may be float32 and activations 16-bit; in T5, it is the reverse.
+# (dtype of the input, dtype of the weight), with the mixed cases of autocast and of T5
 TYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -50,7 +50,7 @@ def _seed():
 
 @pytest.fixture(params=NORMS)
 def norm(request):
-    """Return a norm and the offset of its weight."""
+    """Return a norm, and the number that its formula adds to the weight."""
     return make(request.param), NORMS[request.param][1]
 
 
@@ -63,7 +63,7 @@ def make(name):
 
 
 class Exact(torch.nn.Module):
-    """The norm's formula in float64, with the same weight."""
+    """RMS norm in float64, with the weight of a given norm."""
 
     def __init__(self, norm, offset):
         super().__init__()
@@ -203,7 +203,7 @@ def test_norms_of_unknown_code_are_left_alone():
             return hidden_states * self.weight
 
     class ChangedRMSNorm(torch.nn.Module):
-        """Norm with the module, name and attributes of Llama's norm, but a different formula."""
+        """Norm with the module and attributes of Llama's norm, but a different formula."""
 
         __module__ = class_of("LlamaRMSNorm").__module__
 
@@ -221,7 +221,7 @@ def test_norms_of_unknown_code_are_left_alone():
         assert "its computation is unknown" in report.skipped[0].reason
 
 
-# Copies of the classes above, which stand for more than 150.
+# Models with copies of the classes above: a sample of more than 150 classes.
 COPIES = ["Qwen2", "Qwen3Moe", "Mixtral", "Phi3", "Gemma", "Gemma3", "Olmo2", "MT5", "Pix2Struct"]
 
 

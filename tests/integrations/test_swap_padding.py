@@ -33,7 +33,7 @@ def test_outputs_with_padding_kept_are_those_of_the_original(name, monkeypatch):
     truth = copy.deepcopy(model).double(), tuple(a.detach().double() for a in args)
     calls = [(swapped, args), (model, args), truth]
     results = [run(module, tuple(a.detach() for a in inputs), kwargs) for module, inputs in calls]
-    # The gradient of a key bias is 0 up to the rounding of values that cancel.
+    # The exact gradient of a key bias is 0, so the computed one is rounding error.
     assert_within_contract(
         *({n: t for n, t in result.items() if "key.bias" not in n} for result in results)
     )

@@ -23,7 +23,7 @@ SMALL = {
     "pad_token_id": 0,
     "head_dim": 16,
 }
-# One model for each known function.
+# One model for each rotary function that swap_modules knows.
 MODELS = ["Llama", "GPTNeoX", "Olmo", "ModernBert", "Cohere", "Phi3", "Gemma4Text"]
 
 
@@ -68,11 +68,11 @@ def test_models(name, rotations):
 
     before = results()
     swap_modules(model, norm=False, remove_padding=False)
-    model.set_attn_implementation("sdpa")  # so that only the rotary embeddings are ours
+    model.set_attn_implementation("sdpa")  # so that only the rotary embeddings are fused
     after = results()
     assert rotations[-2][:3] == (2, 4, 11) and rotations[-1][2] == 11
     for key, expected in before.items():
-        scale = expected.abs().max().item()  # some originals compute in float32
+        scale = expected.abs().max().item()  # some original functions compute in float32
         torch.testing.assert_close(after[key], expected, rtol=0, atol=1e-6 * scale)
 
 
@@ -87,7 +87,7 @@ def test_restore_pickle_and_compile(rotations):
         count = len(rotations)
         assert torch.equal(pickle.loads(pickle.dumps(model))(ids)[0], after)
         assert len(rotations) == 2 * count > 0
-        # torch's operations, which compilers fuse.
+        # Graphs contain torch's operations, which compilers fuse, instead of our kernel.
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids)[0], after)
         assert len(rotations) == 2 * count
@@ -97,7 +97,7 @@ def test_restore_pickle_and_compile(rotations):
 
 
 def test_other_models_keep_their_functions(rotations):
-    """A swap changes no other model of the class, and does not fuse GPT-J's rotary embedding."""
+    """A swap affects no other model of the class, and does not fuse GPT-J's rotary embedding."""
     swapped, other = small_model("Llama"), small_model("Llama")
     swap_modules(swapped)
     other(torch.randint(1, 100, (1, 7)))
@@ -142,8 +142,8 @@ def test_calls(change, fused, rotations):
 LLAMA = transformers.models.llama.modeling_llama
 
 
-def test_patches_of_the_function_count(monkeypatch, rotations):
-    """A patch of the rotary function, before or after the swap, is called instead of ours."""
+def test_patches_of_the_function_are_called(monkeypatch, rotations):
+    """A patch of the rotary function, before or after the swap, is called instead of the kernel."""
     seen, original = [], LLAMA.apply_rotary_pos_emb
 
     def patched(q, k, cos, sin, unsqueeze_dim=1):
@@ -159,7 +159,7 @@ def test_patches_of_the_function_count(monkeypatch, rotations):
     assert len(seen) == 2 and not rotations
 
 
-def test_patches_of_a_class_count(monkeypatch):
+def test_patches_of_a_class_are_called(monkeypatch):
     swap_modules(small_model("Llama")).restore()
     seen, original = [], LLAMA.LlamaAttention.forward
 

@@ -76,7 +76,7 @@ def rms_norm(module, offset):
 def inputs_of(family):
     inputs = family.inputs()
     if family.name == "CLIP":
-        # CLIP pools the token with the largest id, which must not be padding.
+        # CLIP pools at the token with the largest id, so that token must not be padding.
         inputs["input_ids"].clamp_(max=VOCABULARY - 2)[:, 4] = VOCABULARY - 1
     return inputs
 
@@ -106,7 +106,7 @@ def test_family(family, kernel_calls, monkeypatch):
 
     assert not report.skipped
     assert all(isinstance(norm, Norm) for norm in norms(fused))
-    attentions = ("scaled_dot_product_attention", "varlen_attention")  # where batches are packed
+    attentions = ("scaled_dot_product_attention", "varlen_attention")  # padded or packed batches
     assert sum(kernel_calls.count(name) for name in attentions) == family.attentions
     called = kernel_calls.count("layer_norm") + kernel_calls.count("rms_norm")
     assert called >= len(norms(fused)) > 0
@@ -137,7 +137,7 @@ def test_restore(family):
     inputs = family.inputs()
 
     def outputs():
-        torch.manual_seed(3)  # of dropout
+        torch.manual_seed(3)  # for dropout
         return run(Outputs(model, family.outputs), (), inputs)
 
     expected = outputs()
@@ -162,7 +162,7 @@ def test_weights_are_loaded_and_initialized_after_the_swap(tmp_path):
     kwargs = family.inputs()
     assert torch.equal(loaded.eval()(**kwargs).logits, model(**kwargs).logits)
     norm = norms(model)[0]
-    model._init_weights(norm)  # goes by the name of the class
+    model._init_weights(norm)  # recognizes norms by the name of their class
     assert norm.weight.eq(1.0).all()
     report.restore()
 

@@ -67,7 +67,7 @@ class Loss(nn.Module):
 
 
 class Either(nn.Module):
-    """Attention as in nanoGPT: torch's function, or hand-written if `flash` is False."""
+    """Attention as in nanoGPT: calls torch's function, or is hand-written if `flash` is False."""
 
     def __init__(self, flash):
         super().__init__()
@@ -121,7 +121,7 @@ class Methods(nn.Module):
         return nn.Softmax(-1)(x @ x.mT)
 
 
-# Hand-written attention: what `forward` computes from y.
+# Methods `forward` with hand-written attention of y to itself.
 WRITTEN = {
     "one expression": lambda self, y: torch.softmax(y @ y.mT, -1) @ y,
     "functional": lambda self, y: F.softmax(y @ y.mT, dim=-1) @ y,

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 import fused_attn.nn as fnn
 from fused_attn.swap import swap_modules
 
-EMBED, HEADS, LENGTH = 12, 2, 5  # an even number of heads, or torch has no inference path
+EMBED, HEADS, LENGTH = 12, 2, 5  # torch's inference path requires an even number of heads
 PADDED = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
 
 
@@ -55,8 +55,7 @@ def classifier():
 
 # ---- torch's inference paths ------------------------------------------------------------------
 
-# User's module -> swap flags, and calls of our kernels in inference. In a fused layer, the
-# residual sums are fused into its norms.
+# Case -> (constructor of a layer, flags of the swap, functions of ours that inference calls).
 KEPT_LAYERS = {
     "subclass": (lambda: layer(MyLayer), {}, ["scaled_dot_product_attention"] + ["layer_norm"] * 2),
     "norms only": (layer, {"attention": False}, ["layer_norm"] * 2),
@@ -70,7 +69,7 @@ KEPT_LAYERS = {
 
 @contextlib.contextmanager
 def no_inference_kernel(monkeypatch):
-    """Assert that torch's kernel of a whole encoder layer is not called within the block."""
+    """Assert that torch's fused kernel for encoder layers is not called within the block."""
     with monkeypatch.context() as patch:
         patch.setattr(
             torch, "_transformer_encoder_layer_fwd", lambda *args: pytest.fail("bypassed")
@@ -121,7 +120,7 @@ STACKS = {
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(EMBED), None], ids=["norm", ""])
 @pytest.mark.parametrize("case", STACKS)
 def test_stacks_that_pack_padding_in_inference(case, norm, kernel_calls, monkeypatch):
-    """In inference, a swap changes no row of stacks that pack padding, not even padded rows."""
+    """In inference, a swap changes no output of stacks that pack padding, not even padded rows."""
     make, flags = STACKS[case]
     model = perturb(make()).eval()
     model.norm = copy.deepcopy(norm)
@@ -164,7 +163,7 @@ def test_nested_attention_is_self_attention_alone():
             attention(*args, **kwargs)
 
 
-# ---- what also changes classes, or holds parameters ---------------------------------------------
+# ---- parametrizations, DistributedDataParallel, fully_shard --------------------------------------
 
 
 class Doubled(torch.nn.Module):
@@ -280,7 +279,7 @@ def test_dtype_requires_grad_and_training_flag_stay(dtype):
 
 
 def test_training_goes_on_with_the_same_optimizer():
-    """The optimizer's momentum is preserved by the swap and by the restore."""
+    """Training with momentum gives the same weights if modules are swapped and restored midway."""
     x, target = torch.randn(4, LENGTH, 6).double(), torch.randn(4, LENGTH, 3).double()
     weights = []
     for swap in (False, True):

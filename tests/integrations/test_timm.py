@@ -1,4 +1,4 @@
-"""timm's ViT, DeiT and Swin with random weights, on our kernels, compared with torch's.
+"""timm's ViT, DeiT and Swin with random weights: our kernels compared with torch's.
 
 Their attention calls torch's `scaled_dot_product_attention`, which `enable()` replaces. Their norms
 are modules that `swap_modules` replaces.
@@ -24,7 +24,7 @@ from torchvision_stand_in import import_timm
 import fused_attn
 
 SMALL = {"img_size": 32, "num_classes": 7, "drop_path_rate": 0.0}
-# name -> (timm's model, its options, calls of attention, norms)
+# name -> (timm's model, its options, number of attention calls, number of norms)
 MODELS = {
     "vit": ("vit_tiny_patch16_224", {"patch_size": 8, "depth": 2}, 2, 5),
     "deit": ("deit_tiny_distilled_patch16_224", {"patch_size": 8, "depth": 2}, 2, 5),
@@ -40,7 +40,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def timm():
     module = import_timm()
-    module.layers.set_fused_attn(True, experimental=True)  # Swin's is experimental
+    module.layers.set_fused_attn(True, experimental=True)  # for Swin
     yield module
     module.layers.set_fused_attn(True)
 

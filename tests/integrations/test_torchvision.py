@@ -14,7 +14,7 @@ import fused_attn
 
 try:
     from torchvision import models
-except (ImportError, RuntimeError) as error:  # or built for another torch
+except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another torch
     pytest.skip(f"reason: needs torchvision ({error})", allow_module_level=True)
 
 
@@ -26,7 +26,7 @@ def swin():
     return models.SwinTransformer([4, 4], 12, [2, 2], [2, 4], [2, 2], num_classes=3)
 
 
-# Model, calls of attention, modules that are swapped.
+# Model, number of attention calls, number of swapped modules.
 @pytest.mark.parametrize(("of", "attentions", "modules"), [(vit, 2, 7), (swin, 0, 11)])
 def test_forward_and_backward(of, attentions, modules):
     torch.manual_seed(0)

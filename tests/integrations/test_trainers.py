@@ -1,6 +1,6 @@
 """20 training steps of BERT, before and after the swap, with accelerate, Trainer and Lightning.
 
-The loss of each step equals that of eager attention.
+The loss of each step equals the loss with eager attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def examples() -> list[dict[str, Any]]:
 
 
 def check(train: Callable[[torch.nn.Module], list[float]]) -> None:
-    """Assert that training has the same losses with eager attention and with ours.
+    """Assert that a model has the same losses in training before and after the swap.
 
     The dtype is float64, because AdamW amplifies float32 rounding to 4e-5 of a loss in 20 steps.
     """
@@ -90,7 +90,7 @@ def test_trainer_of_transformers(examples, tmp_path):
     check(train)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, on how many workers load
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning suggests more data workers
 def test_lightning(examples):
     lightning = pytest.importorskip("lightning", reason="reason: needs lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -14,7 +14,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_to
 
 
 def prompts():
-    """Return prompts of one token, shorter and longer than the window, and longer than a batch."""
+    """Return prompts of 1, 3, 12 and 25 tokens, some beyond a window (4) or a batch (16)."""
     torch.manual_seed(0)
     return [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (1, 3, 12, 25)]
 
@@ -39,10 +39,10 @@ def one_by_one(model):
     return [new[0, -NEW:].tolist() for new in generated]
 
 
-@pytest.mark.sampled("one plain model is there", name=["Llama", "GPT2"])
+@pytest.mark.sampled("Qwen3 covers models without a window", name=["Llama", "GPT2"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """generate_batch with our attention returns the same tokens as `generate` with eager.
+    """generate_batch with our attention returns the same tokens as `generate` with eager attention.
 
     Some models have windows, softcap (Gemma2) or sinks (GptOss).
     """

@@ -45,8 +45,8 @@ def inputs(padded=True):
     ids = torch.randint(1, 50, (BATCH, LENGTH))
     attention_mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     if padded:
-        attention_mask[1, 5:] = 0  # on the right
-        attention_mask[2, :3] = 0  # on the left
+        attention_mask[1, 5:] = 0  # right padding
+        attention_mask[2, :3] = 0  # left padding
     return {"input_ids": ids, "attention_mask": attention_mask}
 
 
@@ -107,7 +107,7 @@ def test_bert_compare(monkeypatch):
     names = {row.name for row in report.rows}
     assert {"encoder.layer.0.attention.self", "encoder.layer.1", "embeddings.LayerNorm"} <= names
     assert "output.last_hidden_state" in names
-    assert len(calls) == 2 * 3, "two layers, in float64 and twice in float32"
+    assert len(calls) == 2 * 3, "each layer should run once in float64 and twice in float32"
 
 
 def test_bert_padding_is_a_key_mask(monkeypatch):
@@ -121,7 +121,7 @@ def test_bert_padding_is_a_key_mask(monkeypatch):
     monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
     model = BertModel(config())
     swap_modules(model)
-    model.encoder.layer[0].register_forward_hook(lambda *args: None)  # so that nothing is packed
+    model.encoder.layer[0].register_forward_hook(lambda *args: None)  # hooks prevent packing
     seen.clear()  # swap_modules compares a packed batch with a padded one
     model(**inputs())
     assert [tuple(mask.shape) for mask in seen] == [(BATCH, 1, 1, LENGTH)] * 2
@@ -147,7 +147,7 @@ def test_bert_decoder_is_causal_with_structure(padded, monkeypatch):
     model = BertLMHeadModel(config(is_decoder=True)).double()
     kwargs = {**inputs(), "use_cache": False} if padded else {"input_ids": inputs()["input_ids"]}
     if padded:
-        kwargs["attention_mask"][2, :3] = 1  # eager averages fully masked rows
+        kwargs["attention_mask"][2, :3] = 1  # eager returns the mean of V for fully masked rows
     fused = copy.deepcopy(model)
     swap_modules(fused)
     expected = eager(model)(**kwargs).logits
@@ -245,7 +245,7 @@ def test_bert_compile():
 
 def test_restore():
     model = BertModel(config())
-    wrapped = torch.nn.Sequential(model)  # a model inside of another is found
+    wrapped = torch.nn.Sequential(model)  # swap_modules finds a model inside another module
     report = swap_modules(wrapped)
     assert model.config._attn_implementation == "fused_attn"
     report.restore()
@@ -371,7 +371,7 @@ def attend_with_sinks(query, key, value, mask, sinks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_sinks(dtype):
     mask = torch.rand(2, 1, 4, 6) < 0.6
-    mask[0, 0, 0] = False  # only the sink is left, so out is 0
+    mask[0, 0, 0] = False  # only the sink is visible, so the output is 0
     sinks, weight = torch.randn(6).to(dtype), torch.randn(2, 4, 6, 5).to(dtype)
 
     def result(function, dtype):
@@ -434,7 +434,7 @@ def test_attention_refuses_what_it_would_get_wrong():
         attend(attention_mask=torch.ones(4))
     attend(position_ids=torch.arange(4), s_aux=None, sliding_window=6)
     attend(cu_seq_lens_q=torch.tensor([0, 4]))  # one sequence
-    attend(sliding_window=3, is_causal=False)  # as the decoder of DiffusionGemma: all keys
+    attend(sliding_window=3, is_causal=False)  # as in DiffusionGemma's decoder: all keys
 
 
 def test_bert_output_attentions_are_none_as_with_sdpa():

@@ -26,7 +26,7 @@ OWN_ATTENTION = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4
     ),
 }
-# The library moves its models to the interface one by one.
+# Which models use transformers' AttentionInterface depends on the version of transformers.
 DECLINING = [
     name for name in OWN_ATTENTION if not getattr(transformers, name)._can_set_attn_implementation()
 ]
@@ -63,7 +63,7 @@ def exact_softmax(monkeypatch):
 class Outputs(torch.nn.Module):
     """Wrapper for `run` that returns the outputs to compare, without padded tokens.
 
-    At left padding of causal models, no key is visible: eager attention averages all values, and
+    Left padding of causal models is fully masked: eager attention returns the mean of V there, and
     fused_attn returns 0. Real tokens do not attend to padding.
     """
 
@@ -137,7 +137,7 @@ def test_the_name_is_known_everywhere(tmp_path, calls):
         assert len(calls) == 2
 
 
-@pytest.mark.sampled("a decoder is there", name=["T5"])
+@pytest.mark.sampled("one model is enough for make test", name=["T5"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mistral", "T5"])
 def test_family_compiles(name):
@@ -169,7 +169,7 @@ def assert_agrees(actual, expected):
 def test_models_that_use_their_masks(name, padded, calls):
     """Models that modify or index their masks agree with eager attention.
 
-    DeepSeek-V4 appends keys to its mask, Doge uses it in a `where`, and others select keys.
+    DeepSeek-V4 appends keys to its mask, Doge passes it to torch.where, the others select keys.
     """
     model = small_model(getattr(transformers, f"{name}Model"))
     inputs = text()
@@ -202,10 +202,10 @@ def test_arguments_that_change_nothing_are_ignored(calls):
     assert calls
 
 
-def test_packed_sequences_may_be_told_twice():
+def test_packed_calls_with_position_ids_and_cu_seq_lens():
     """Packed calls may pass cu_seq_lens_q and _k along with position_ids, as data collators do.
 
-    Without position_ids, cu_seq_lens are refused.
+    Without position_ids, cu_seq_lens raise an error.
     """
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]
@@ -223,7 +223,7 @@ def test_packed_sequences_may_be_told_twice():
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_training_without_padding(name):
-    """Packed sequences give the same results and gradients as the padded batch."""
+    """Packed sequences have the same logits and gradients as the padded batch."""
     model = BY_NAME[name].model("fused_attn")
     ids, positions = text()["input_ids"][:1], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     rows = torch.nn.utils.rnn.pad_sequence(ids[0].split([4, 5]), batch_first=True)
@@ -261,7 +261,7 @@ def test_models_with_their_own_attention_decline(name, calls):
 def test_models_without_attention_need_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        BY_NAME["Detr"].model("fused_attn")  # Detr contains a ResNet
+        BY_NAME["Detr"].model("fused_attn")  # contains a ResNet, which has no attention
 
 
 def test_models_that_do_more_with_their_masks_decline():

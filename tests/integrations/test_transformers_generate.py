@@ -70,11 +70,11 @@ def test_a_cache_that_is_continued_in_chunks(name):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
-@pytest.mark.sampled("one graph is there", name=["Gemma2"])
+@pytest.mark.sampled("one model is enough for make test", name=["Gemma2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
 def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
-    """Compiled decoding returns eager's tokens, and does not compile a graph for each token.
+    """Compiled decoding returns the tokens of eager attention, and does not compile per token.
 
     Gemma2 has one more graph, because its static window cache moves keys.
     """

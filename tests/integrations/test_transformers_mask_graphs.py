@@ -1,4 +1,4 @@
-"""Hugging Face masks in compiled graphs: structure, and in-place changes."""
+"""Hugging Face masks in compiled graphs stay structured, and in-place changes take effect."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ WRITES = {
 
 
 @pytest.mark.sampled(
-    "writes of each kind are there",
+    "the remaining writes cover no write, a tensor and views",
     write=[
         write
         for name, write in WRITES.items()
@@ -35,7 +35,7 @@ WRITES = {
 )
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
+def test_writes_into_a_mask_take_effect_in_a_graph(write, inference):
     def attend(query, key):
         mask = attention_mask(2, 4, 6, attention_mask=PADDING)
         write(mask)
@@ -43,7 +43,7 @@ def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
 
     query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
     expected = attend(query, key)
-    torch.compiler.reset()  # each write would be another version of the same code
+    torch.compiler.reset()  # otherwise each write would recompile the same function
     with torch.inference_mode(inference):
         actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(query, key)
     torch.testing.assert_close(actual, expected)
@@ -77,7 +77,7 @@ def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_what_is_written_before_a_graph_break_counts(write):
+def test_writes_before_a_graph_break_take_effect(write):
     def attend(query, key):
         mask = attention_mask(2, 4, 6, attention_mask=PADDING)
         if write:

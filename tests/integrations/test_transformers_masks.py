@@ -35,7 +35,7 @@ from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
 from fused_attn.masks.spec import normalize  # noqa: E402
 
-# A model that requests a mask is imported, so the models of these configs must be, too.
+# attention_mask expects that the model of a config is imported, as a model that calls it is.
 for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
     importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
@@ -59,7 +59,7 @@ FUNCTIONS = {
         sliding_window_causal_mask_function(2), packed_sequence_mask_function(DOCUMENTS)
     ),
 }
-# Newer versions look up positions for the indices of packed sequences.
+# Newer versions of transformers map the indices of packed sequences to positions.
 REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 if REMAP is not None:
     FUNCTIONS |= {
@@ -101,7 +101,7 @@ def dense_of(mask, shape=SHAPE):
 @pytest.mark.parametrize("padding", [None, PADDING, PADDING[:, :5]], ids=["none", "full", "short"])
 @pytest.mark.parametrize("length", [4, 1])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_mask_says_what_that_of_transformers_says(function, length, padding):
+def test_mask_equals_that_of_transformers(function, length, padding):
     for q_offset, kv_offset in ((0, 0), (2, 0), (1, 0), (3, 3), (5, 2), (2, 3), (5, 3)):
         kwargs = {
             "q_length": length,
@@ -133,7 +133,7 @@ def test_mask_keeps_structure(name, offset):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_documents(name):
-    # As create_causal_mask requests them.
+    # create_causal_mask passes these arguments.
     mask = make_mask(
         mask_function=FUNCTIONS[name], allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
@@ -142,7 +142,7 @@ def test_packed_sequences_are_documents(name):
     assert not structure.dense_masks
 
 
-@pytest.mark.skipif(REMAP is None, reason="reason: this transformers looks up no positions")
+@pytest.mark.skipif(REMAP is None, reason="reason: needs a newer transformers (see REMAP)")
 @pytest.mark.parametrize("ids", [None, DOCUMENTS // 2], ids=["unpacked", "coarser"])
 @pytest.mark.parametrize("name", ["causal", "window", "chunks", "packed"])
 def test_positions_that_are_not_those_of_the_packing_are_looked_up(name, ids):
@@ -212,12 +212,12 @@ def test_mask_is_dense_where_the_model_needs_a_tensor():
         assert mask.shape == SHAPE
 
 
-def test_a_mask_that_was_made_ahead_is_handed_on():
+def test_an_existing_model_mask_is_returned():
     ahead = make_mask(attention_mask=PADDING)
     assert make_mask(attention_mask=ahead) is ahead
 
 
-# ---- what stands for a mask in a model ----------------------------------------------------------
+# ---- ModelMask, which replaces a mask tensor in a model -----------------------------------------
 
 VALUES = torch.linspace(-1, 1, 2 * 16 * 8).reshape(2, 1, 16, 8)
 DTYPES = [torch.bool, torch.float32, torch.bfloat16]
@@ -259,7 +259,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_model_mask_is_its_tensor_to_everybody(dtype, use):
+def test_functions_treat_a_model_mask_as_its_tensor(dtype, use):
     mask, expected = model_mask(dtype)
     actual = use(mask)
     assert type(actual) is torch.Tensor
@@ -278,12 +278,12 @@ def test_model_mask_looks_like_its_tensor_and_has_no_memory(dtype):
     assert "bands" in repr(mask)
     assert mask._dense is None
     assert torch.equal(mask.dense(), expected)
-    assert mask.dense() is mask.dense()  # made once, for all layers
+    assert mask.dense() is mask.dense()  # created once, for all layers
 
 
 @pytest.mark.parametrize("how", ["whole", "view", "view of a view", "operator"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_is_written_into_a_model_mask_counts(how, inference):
+def test_writes_into_a_model_mask_take_effect(how, inference):
     mask, expected = model_mask()
     other = make_mask(attention_mask=PADDING)
     for tensor in (mask, expected):
@@ -319,7 +319,7 @@ def in_memory(pointer, size):
 
 
 @pytest.mark.parametrize("way", WAYS_OUT.values(), ids=WAYS_OUT)
-def test_what_is_written_into_the_memory_of_a_model_mask_counts(way):
+def test_writes_into_the_memory_of_a_model_mask_take_effect(way):
     mask, expected = model_mask()
     outside = way(mask)
     assert (torch.as_tensor(outside).reshape(expected.shape) == expected).all()
@@ -333,7 +333,7 @@ def test_data_of_a_model_mask_cannot_be_set():
         mask.data = ~expected
 
 
-def test_what_is_written_into_one_of_several_model_masks_counts():
+def test_writes_into_several_model_masks_take_effect():
     pair = [model_mask(torch.float32)[0] for _ in range(2)]
     torch._foreach_mul_(pair, 0.0)
     for mask in pair:
@@ -430,8 +430,8 @@ def test_configs_that_extend_one_of_the_library_get_the_masks_of_its_models():
     assert dtype(transformers.DeepseekV4Config) == torch.float32
     assert dtype(transformers.GptOssConfig) == torch.float32
     assert dtype(transformers.LlamaConfig) == torch.bool
-    assert make_mask(config=transformers.DiaEncoderConfig()).dtype == torch.bool  # part of another
-    assert dtype(transformers.PreTrainedConfig) == torch.float32  # unknown
+    assert make_mask(config=transformers.DiaEncoderConfig()).dtype == torch.bool  # of a submodel
+    assert dtype(transformers.PreTrainedConfig) == torch.float32  # of an unknown model
 
 
 def test_configs_of_a_users_model_get_the_masks_of_that_model():

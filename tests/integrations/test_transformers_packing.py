@@ -24,7 +24,6 @@ BERT = {
     "max_position_embeddings": 30,
 }  # fmt: skip
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
-# Rotary embeddings, windows of 3 tokens to each side in some layers, a pooler.
 ROTARY = BERT | {
     "type_vocab_size": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
@@ -59,7 +58,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list to which each call of a stack appends its packing."""
+    """Return a list to which each call of `_packing` appends its result, None if not packed."""
     seen = []
 
     def recorded(*args):
@@ -104,8 +103,8 @@ def test_results_are_those_of_eager(name, padding, packings):
     actual = run(Tokens(fused, real), (), call)
     assert len(packings) == 1 and packings[0] is not None
     assert not fused(**call).last_hidden_state[~real].any()
-    if name in MODELS:  # they round queries and keys to float32 for the rotary embedding
-        if name == "ModernBert":  # gradients of eager attention are NaN: windows of padding only
+    if name in MODELS:  # their rotary embeddings round queries and keys to float32
+        if name == "ModernBert":  # eager gradients are NaN where a window has only padding
             torch.testing.assert_close(actual["out0"], expected["out0"], atol=1e-5, rtol=1e-4)
             padded = copy.deepcopy(eager)
             fused_attn.swap_modules(padded, remove_padding=False)
@@ -117,7 +116,7 @@ def test_results_are_those_of_eager(name, padding, packings):
     single, ours = copy.deepcopy(eager).float(), copy.deepcopy(fused).float()
     truth = Tokens(copy.deepcopy(single).double(), real)
     results = (run(m, (), call) for m in (Tokens(ours, real), Tokens(single, real), truth))
-    # Key biases shift all scores of a row: their gradients are 0 up to rounding.
+    # A key bias shifts all scores of a row equally, so its gradient is 0 up to rounding.
     assert_within_contract(
         *({n: r for n, r in result.items() if "key.bias" not in n} for result in results)
     )
@@ -168,13 +167,13 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
     fused(**call)
     assert seen == [(BATCH, LENGTH, 32)]
-    assert packings == [None]  # with a hook, no packing is tried
+    assert packings == [None]  # the call with a hook did not call _packing
 
 
 @pytest.mark.parametrize(
     "change", ["own_layer", "own_method", "chunked", "no_padding", "masks", "decoder"]
 )
-def test_what_cannot_be_packed_is_not(change, packings):
+def test_calls_that_are_not_packed(change, packings):
     eager, call = model("Bert"), inputs(REAL["right"])
     if change == "own_method":
         layer = eager.encoder.layer[1]
@@ -205,7 +204,7 @@ def test_what_cannot_be_packed_is_not(change, packings):
     assert all(packing is None for packing in packings)
 
 
-def test_padding_is_zero_whatever_there_is_of_it():
+def test_padded_rows_are_zero():
     """Padded rows are 0 in packed batches, and in batches with too little padding to pack.
 
     A call that requests hidden states does not change later calls.
@@ -314,7 +313,7 @@ def test_models_without_memory_keep_their_padding():
     assert type(fused.encoder) is not stack and not any("its padding" in n for n in report.notes)
 
 
-@pytest.mark.sampled("they are packed as Gte", name=["EuroBert", "JinaEmbeddingsV3", "NomicBert"])
+@pytest.mark.sampled("Gte covers these", name=["EuroBert", "JinaEmbeddingsV3", "NomicBert"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_models(name, fullgraph, packings):

@@ -6,7 +6,7 @@ import os
 import check_models
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # downloads fail immediately
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # so that downloads fail immediately
 
 from hf_configs import small_config, transformers
 from hf_results import WAYS
@@ -19,9 +19,9 @@ SAMPLE = {
     "deepseek_v4": "agrees",  # appends keys to its mask
     "doge": "agrees",  # passes its mask to torch.where
     "glm_moe_dsa": "agrees",  # selects keys
-    "ovis2": "agrees",  # passes arguments that change nothing
+    "ovis2": "agrees",  # passes arguments without effect
     "timesfm2_5": "agrees",
-    "qwen2_vl_text": "agrees",  # sections of rotary embeddings
+    "qwen2_vl_text": "agrees",  # divides rotary embeddings into sections
     "deepseek_v2": "agrees",
     "esm": "agrees",
     "detr": "agrees",

@@ -51,7 +51,7 @@ class Listed:
     swaps: str
     patterns: str
     reason: str
-    found: set[tuple[str, str]] = field(default_factory=set)  # swap and test
+    found: set[tuple[str, str]] = field(default_factory=set)  # (swap, test) that differ
 
     @property
     def everywhere(self) -> bool:
@@ -77,7 +77,7 @@ def main() -> int:
     page = arguments.page.read_text("utf-8")
     rows = _listed(page)
     unlisted = [line for swap in outcomes for line in _unlisted(swap, plain, outcomes[swap], rows)]
-    stale = [f"{row}: nothing of that differs" for row in rows if row.everywhere and not row.found]
+    stale = [f"{row}: no such test differs" for row in rows if row.everywhere and not row.found]
     counts = _counts(plain, outcomes)
     print(counts, *rows, "", *unlisted, *stale, sep="\n")
     if arguments.write:
@@ -224,7 +224,7 @@ def _replaced(page: str, what: str, text: str) -> str:
 
 
 def _parts(page: str, what: str) -> tuple[str, str, str]:
-    """Return the page before a generated part, that part, and the rest."""
+    """Return the page before the generated part `what`, that part, and the page after it."""
     begin, end = page.index(f"<!-- {what}: begin -->\n"), page.index(f"<!-- {what}: end -->")
     begin = page.index("\n", begin) + 1
     return page[:begin], page[begin:end], page[end:]

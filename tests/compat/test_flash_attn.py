@@ -18,7 +18,7 @@ HEADS, HEADS_KV, DIM = 4, 2, 8
 
 
 def expected(q, k, v, causal=False, window_size=(-1, -1), alibi_slopes=None, softcap=0.0):
-    """Compute attention of (batch, seqlen, heads, dim) in float64, with the full score matrix."""
+    """Return attention in float64 from the full score matrix, (batch, seqlen, heads, dim)."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -49,7 +49,7 @@ def qkv(seqlen_q, seqlen_k):
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request):
-    """Return (query, key, value), and flash-attn's arguments for mask, ALiBi and softcap."""
+    """Return [query, key, value], and flash-attn's arguments for mask, ALiBi and softcap."""
     causal, window_size, alibi, softcap, lengths = request.param
     slopes = torch.rand(HEADS) if alibi else None
     names = {"causal": causal, "window_size": window_size}

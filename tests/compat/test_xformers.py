@@ -24,7 +24,7 @@ LOGICAL = [[p * 3 + i for p in row if p >= 0 for i in range(3)] for row in TABLE
 PAGED = [rows[:n] for rows, n in zip(LOGICAL, KEYS, strict=True)]
 LATER = [rows[s : s + n] for rows, s, n in zip(LOGICAL, [2, 3, 1], KEYS, strict=True)]
 
-# Rules of visibility: (query, key, number of queries, number of keys) of a sequence.
+# True if a query attends to a key: (query, key, number of queries, number of keys) in a sequence.
 ALL = lambda i, j, m, n: True  # noqa: E731
 CAUSAL = lambda i, j, m, n: j <= i  # noqa: E731
 BOTTOM = lambda i, j, m, n: j <= i + n - m  # noqa: E731
@@ -35,7 +35,7 @@ WINDOW = lambda i, j, m, n: -2 <= j - (i + n - m) <= 1  # noqa: E731
 blocks = attn_bias.BlockDiagonalMask.from_seqlens(QUERIES, KEYS)
 paged = KEYS, TABLES, 3
 later = [2, 3, 1], *paged
-# Class -> a mask, its rule, the keys of each sequence (None without sequences), and their total.
+# Class -> (mask, its rule, rows of each sequence's keys (None if not packed), number of key rows).
 MASKS = {
     "LowerTriangularMask": (attn_bias.LowerTriangularMask(), CAUSAL, None, 15),
     "LowerTriangularFromBottomRightMask": (
@@ -112,7 +112,7 @@ def expected_mask(mask, rule, keys, total):
 
 
 def expected(query, key, value, bias=None, scale=None):
-    """Compute attention of (batch, seqlen, heads, dim) in float64, with the full score matrix."""
+    """Return attention in float64 from the full score matrix, (batch, seqlen, heads, dim)."""
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
@@ -171,7 +171,7 @@ def test_masks_and_gradients(name, dtype):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_no_dense_mask_is_made(name, monkeypatch):
-    """Attention with a structured mask uses neither a dense mask nor a bias of (queries, keys)."""
+    """Attention with a structured mask creates neither a dense mask nor a bias."""
     mask, _, _, total = MASKS[name]
     monkeypatch.setattr(attn_bias, "_dense", lambda *args: pytest.fail("a dense mask"))
     qkv = tensors(1, sum(lengths_of(mask)), total)
@@ -198,7 +198,7 @@ def test_groups(name, repeated):
         strict=True,
     ):
         torch.testing.assert_close(got, grad, rtol=1e-5, atol=2e-5)
-    with torch.no_grad():  # repeated heads are removed
+    with torch.no_grad():  # in which case repeated heads are removed before the call
         assert_close(xops.memory_efficient_attention(q, *given, mask), want)
     lse = fmha.memory_efficient_attention_forward_requires_grad(q, *given, mask)[1]
     assert lse.shape == (1, 2, 3, sum(lengths))

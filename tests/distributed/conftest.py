@@ -10,7 +10,7 @@ from processes import Processes
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Yield four ranks, which run until the end of the session."""
+    """Yield four processes, one per rank, which run until the end of the session."""
     processes = Processes(4, tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()

@@ -21,12 +21,12 @@ from fused_attn.distributed.sharding import MAX_RUNS
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.spec import normalize
 
-LENGTH, LONGEST = 2**20, 2**17  # positions; longest document, the context of Llama 3.1
-LIMIT = 1.05  # largest work of a rank, relative to the mean
+LENGTH, LONGEST = 2**20, 2**17  # tokens of a sequence, and of a document at most (as Llama 3.1)
+LIMIT = 1.05  # largest work of a rank, relative to the mean of all ranks
 
 
 def document_lengths(length, median, sigma, seed):
-    """Draw log-normal lengths of documents (Downey 2001, on the sizes of files)."""
+    """Return random log-normal lengths of documents (Downey 2001, on the sizes of files)."""
     generator = np.random.default_rng(seed)
     drawn = generator.lognormal(np.log(median), sigma, size=length).clip(1, LONGEST).astype(int)
     ends = np.cumsum(drawn)
@@ -104,7 +104,7 @@ PARTITIONS = [
 def test_every_position_has_one_rank(length, name):
     """Each position is on one rank, which Sharding checks, and each rank's runs are sorted.
 
-    Row counts differ by at most chunk_size, or without one by at most length / ranks.
+    The ranks' numbers of rows differ by at most chunk_size, if given, else by length / ranks.
     """
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):
@@ -123,7 +123,7 @@ def test_every_position_has_one_rank(length, name):
 
 
 def test_keys_of_the_same_document_stay_together():
-    """Ranks receive less than 70 % of the keys of a sharding that considers only the work."""
+    """Ranks receive less than 70 % of the keys that a sharding by work alone would send."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
     visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))

@@ -81,7 +81,7 @@ def assert_equal(results, mask):
 @pytest.mark.parametrize("name", MASKS)
 def test_training_step(name, method, mesh, fused, ranks):
     if fused and name == "none":
-        pytest.skip("reason: our module passes its mask, which needs mask=")
+        pytest.skip("reason: fused modules pass a mask, so context_parallel needs mask=")
     mask = MASKS[name]
     by_name = {"window": None, "documents": "balanced"}
     balancer = by_name.get(name, Sharding.of_lengths([20, 3, 21, 1]))

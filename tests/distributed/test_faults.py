@@ -32,7 +32,7 @@ MISTAKES = {
 def test_a_mistake_of_one_rank_is_an_error_on_all(mistake, kind, ranks):
     arguments = ("positions", "positions of one rank", "sharding", "rows", "gradient", "seed")
     if kind == "decode" and (mistake in arguments or mistake == "scale"):
-        pytest.skip("reason: not an argument of it")
+        pytest.skip("reason: decoding has no such argument")
     expected = MISTAKES[mistake]
     own, of_others = (expected, expected) if isinstance(expected, str) else expected
     for rank, error in enumerate(ranks.run(error_of, mistake, kind)):

@@ -28,7 +28,7 @@ METHODS = {"ring": ("ring", (4,)), "all_to_all": ("all_to_all", (4,)), "hybrid":
 
 
 def shardings(number, length):
-    """Return one of five ways to distribute positions."""
+    """Return one of five shardings of the positions, selected by number % 5."""
     third, chunks = length // 3, torch.arange(length).split(6)
     order = torch.randperm(len(chunks), generator=drawn(number)).tolist()
     return [
@@ -83,7 +83,7 @@ def test_pairs_of_masks(first, second, ranks):
     mask = MASKS[first](BATCH, HEADS, LENGTH, LENGTH)
     other = MASKS[second](BATCH, HEADS, LENGTH, LENGTH)
     if {first, second} == {"alibi", "alibi_batch"}:
-        pytest.skip("reason: ALiBi masks that are combined have one align")
+        pytest.skip("reason: combined ALiBi masks must have the same align")
     number = list(MASKS).index(first) + list(MASKS).index(second)
     dtype, method = one_of(torch.float32, torch.bfloat16, number), list(METHODS)[number % 3]
     assert_right(ranks, case_of(method, number, mask & other), dtype)
@@ -134,7 +134,7 @@ def test_queries_and_keys_of_different_lengths(name, method, ranks):
      ((LENGTH, 1), True)],
 )  # fmt: skip
 def test_gradient_of_a_bias(shape, per_head, method, ranks):
-    """The bias gradients of all ranks add up to that of one process."""
+    """The sum of the ranks' bias gradients equals the gradient of one process."""
     dtype = one_of(torch.float32, torch.bfloat16, per_head)
     sizes = (BATCH, HEADS, *shape) if per_head else shape
     bias = torch.randn(sizes, generator=drawn(1))

@@ -13,7 +13,7 @@ import fused_attn
 from fused_attn.distributed import parallelize_plan
 from fused_attn.tools import contract
 
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # of float64 sums in another order, relative
+ROUNDING = 64 * torch.finfo(torch.float64).eps  # relative error of sums in another order
 
 
 @pytest.fixture(scope="module")

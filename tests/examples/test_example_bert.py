@@ -65,8 +65,8 @@ def test_gain_and_its_standard_error(words):
     ]
     gains, errors = torch.tensor(found).T
     assert gains.mean().item() == pytest.approx(0.1, abs=0.005)
-    # The error estimate adds the variances of seeds and texts, which are the same randomness here,
-    # so it is never too small.
+    # The estimate adds the variance over seeds and the variance over texts. Here both have the same
+    # source, so the estimate is never too small.
     assert 1.0 < errors.square().mean().sqrt() / gains.std() < 1.7
     alike = scores_of(0.8, 400, 3, words)
     assert bert_tasks.gain(alike, alike) == (0.0, 0.0)
@@ -111,7 +111,7 @@ class Numbers:
 
 
 def test_next_passages_are_labeled():
-    # Line i of work w is the numbers 300 w + 3 i + 5 and the two after it.
+    # Line i of work w consists of 300 w + 3 i + 5 and the next two numbers.
     texts = [
         "\n".join(" ".join(str(300 * w + 3 * i + 5 + j) for j in range(3)) for i in range(90))
         for w in range(3)

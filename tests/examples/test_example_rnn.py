@@ -27,7 +27,7 @@ def model() -> rnn.Recurrent:
 
 @pytest.mark.thorough
 def test_smoke(tmp_path):
-    out, figures = run_example("rnn", tmp_path)  # translate.py has not run there
+    out, figures = run_example("rnn", tmp_path)  # in a folder without results of translate.py
     assert "run `python examples/translate.py` first" in out
     assert figures["curves"]["holds"]
     assert 0 <= figures["train"]["all"]["exact"] <= 1

@@ -15,7 +15,7 @@ import translate
 import translation
 from translation import BOS, EOS, PAD, Batch
 
-WORDS = 30  # tokens of the small models here
+WORDS = 30  # size of the small models' vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_split_has_no_leak():
     ]
     assert not keys[0] & keys[1]
     assert sorted(train + held_out) == sorted(pairs)
-    # Groups stay together for every choice.
+    # Pairs with equal English or equal translations stay in the same part for every share.
     for share in (0.3, 0.5, 0.7):
         for part in data.split_pairs(pairs, share):
             english = {pair[0] for pair in part}
@@ -83,7 +83,7 @@ def test_batches(corpus):
         assert (batch.target[:, 0] == BOS).all()
         for side in batch:
             assert len(batch.source) == 1 or side.numel() <= translation.MAX_TOKENS
-            # <eos> once, followed only by padding
+            # Only padding follows <eos>.
             assert torch.equal((side == EOS).cumsum(1) - (side == EOS).long(), (side == PAD).long())
     decode = corpus.tokenizer.decode_batch
     epoch = batches[: len(batches) // 2]

@@ -31,7 +31,7 @@ def losses(printed: str) -> dict[str, float]:
 def test_seed_decides_and_the_reference_agrees(name, tmp_path):
     """Two runs with one seed have equal figures and plots, except for times.
 
-    The last losses of a run on eager agree within 1 %.
+    Their last losses agree with those of a run on eager within 1 %.
     """
     first, second, eager = (
         run_example(name, tmp_path / str(i), *args)
@@ -57,7 +57,7 @@ def test_arguments(tmp_path, monkeypatch, capsys):
     for args in (["--backend", "none"], ["--output", str(tmp_path / "file" / "folder")]):
         monkeypatch.setattr("sys.argv", ["example", *args])
         with pytest.raises(SystemExit), common.example("example", "An example."):
-            pytest.fail("must not run")
+            pytest.fail("the example ran with a wrong argument")
         assert args[0] in capsys.readouterr().err
 
 

@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         backend = _backend(item)
         if backend in BACKENDS and device_of(backend).type == "cuda":
             item.add_marker("gpu")
-        # Not item.keywords: these include the names of folders, such as that of the checkout.
+        # item.keywords would also match names of folders, such as that of the checkout.
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
 

@@ -1,4 +1,4 @@
-"""Markers of the tests in this folder: `gpu` with a GPU, else `thorough` for the long ones."""
+"""Mark the tests of this folder `gpu` if there is a GPU; otherwise mark long ones `thorough`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder."""
     for item in items:
         if item.path.parent != HERE:
             continue

@@ -15,7 +15,7 @@ from fused_attn.tools.cases import DTYPES as NAMES
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 DTYPES = [getattr(torch, name) for name in NAMES]
-# Backends that calls run on until `fused-attn verify`; "default" names none.
+# Backends that calls run on before `fused-attn verify`; "default" stands for backend=None.
 DEFAULT = "default"
 BACKENDS = ["sdpa", "eager", DEFAULT]
 COMPILER = "inductor" if ON_GPU else "aot_eager"  # Inductor's C++ takes minutes on a CPU
@@ -33,7 +33,7 @@ def by_torch(backend: str) -> bool:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch use deterministic algorithms within the block, or raise where it has none."""
+    """Make torch use deterministic algorithms within the block, or raise an error without one."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

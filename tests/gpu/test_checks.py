@@ -13,7 +13,7 @@ from fused_attn.tools.cases import DTYPES
 from fused_attn.tools.checks import Check
 
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-# Emulated kernels take seconds per call: one type and two widths.
+# Emulated kernels take seconds per call, so only one dtype and two widths run.
 EMULATED = ("bfloat16",), plan.QUICK_WIDTHS
 
 

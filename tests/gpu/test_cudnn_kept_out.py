@@ -53,7 +53,7 @@ MASKS = {
 
 
 def called(how, mask, leaves):
-    """Return out of torch's function under enabled(), or of ours on the backend `how`."""
+    """Return the output of torch's function under enabled(), or of ours on the backend `how`."""
     if how == "enabled":
         with fa.enabled():
             return F.scaled_dot_product_attention(*leaves, mask)
@@ -63,17 +63,17 @@ def called(how, mask, leaves):
 @pytest.mark.parametrize("how", ["sdpa", "default", "enabled"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_with_gradients(name, how):
-    """If denylisted, cuDNN runs neither pass of a call with a mask tensor and gradients."""
+    """If cuDNN is denylisted for masks with gradients, it runs neither forward nor backward."""
     mask = MASKS[name]()
     if how == "enabled" and isinstance(mask, masks.Mask):
-        pytest.skip("reason: torch's function takes tensors only")
+        pytest.skip("reason: torch's function accepts only mask tensors")
     leaves = operands()
     with kernels() as ran:
         grads = torch.autograd.grad(called(how, mask, leaves).float().square().sum(), leaves)
     if ON_GPU:
         denied = denylist.is_denied("cudnn", denylist.MASK_WITH_GRADIENTS, DEVICE)
         assert not (denied and any("cudnn" in kernel for kernel in ran)), ran
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # restored
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "the call did not enable cuDNN again"
     assert all(grad.isfinite().all() for grad in grads)
 
 

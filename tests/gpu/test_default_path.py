@@ -38,9 +38,9 @@ def qkv(head_dim=40, head_dim_v=None, num_heads_kv=4, sizes=SIZES):
 @every_dtype
 @pytest.mark.parametrize("name", ["alibi", "alibi_batch"])
 def test_slopes(name, dtype, backend):
-    """ALiBi is within the numerics contract.
+    """Results with ALiBi are within the numerics contract.
 
-    The reference for torch's kernels rounds the bias, as they do.
+    For torch's kernels, the reference rounds the bias to the dtype of the scores, as they do.
     """
     mask = MASKS[name](*SIZES)
     rounded = attention(as_torch_rounds(mask, SIZES, dtype))
@@ -48,7 +48,7 @@ def test_slopes(name, dtype, backend):
     assert_judged(attention(mask), qkv(), dtype, backend, truth=truth)
 
 
-# Name -> shape of a tensor, and the view of it that is the mask.
+# Name -> (shape of a tensor, function that returns the mask as a view of the tensor).
 TENSORS = {
     "2d": ((40, 70), lambda t: t),
     "heads": ((4, 40, 70), lambda t: t),
@@ -66,7 +66,7 @@ TENSORS = {
 
 
 def mask_tensor(name, kind, device, dtype):
-    """Return a mask tensor: bool, float in dtype, or float32 with values of bfloat16."""
+    """Return a mask tensor: bool, float in dtype, or float32 with values exact in bfloat16."""
     shape, view = TENSORS[name]
     generator = torch.Generator().manual_seed(3)
     visible = torch.rand(shape, generator=generator) < 0.7
@@ -262,7 +262,7 @@ def test_layouts_of_operands(layout, dtype, backend):
     assert_judged(of, qkv(), dtype, backend)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the default of CPUs warns of nothing")
+@pytest.mark.skipif(not ON_GPU, reason="reason: needs a GPU")
 def test_default_on_a_gpu_is_torch():
     """Without verified kernels, torch's kernels compute the calls that they support."""
     query, key, value = (t.to(DEVICE).requires_grad_() for t in qkv().values())

@@ -139,5 +139,5 @@ def test_autocast(dtype):
     with torch.autocast(DEVICE.type, dtype):
         got = results(fused, (tokens,), kwargs, torch.float32, DEVICE)
         eager = results(theirs, (tokens,), kwargs, torch.float32, DEVICE)
-    # sdpa's bound on every device: no expected error of eager is known under autocast.
+    # The expected error of eager is unknown under autocast, so the limits of "sdpa" apply.
     require(findings_of(got, eager, truth), "sdpa")

@@ -15,7 +15,7 @@ from fused_attn.tools import contract
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck
 from fused_attn.tools.verify import device_of
 
-# Type and head_dim that all kernels support, and one mask, so that few kernels are compiled.
+# All kernels support this dtype and head_dim. Similar calls keep the number of compilations low.
 attention = functools.partial(
     AttentionCheck, shape="2,2,48,80,64", mask="causal", dtype="bfloat16", gradients=False
 )

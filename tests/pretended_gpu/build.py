@@ -24,8 +24,8 @@ SOURCES = {
     "libcuda.so.1": ["driver.c", "state.c"],
     "libcudart.so.13": ["runtime.c", "launches.c", "streams.c"],
 }
-# Return values of stub functions. Stubs of cuBLAS and similar libraries succeed, so that torch
-# continues with meaningless values; those listed here return "not supported" to be noticed.
+# Return values of stub functions. Stubs of cuBLAS and similar libraries return 0 (success), so that
+# torch continues with meaningless values. Stubs of the libraries listed here return an error.
 NOT_SUPPORTED = 801
 RETURNED = {"libcuda.so.1": NOT_SUPPORTED, "libcudart.so.13": NOT_SUPPORTED, "libnvrtc.so.13": 1}
 # Functions whose results torch checks.
@@ -42,7 +42,7 @@ int cudnnBackendCreateDescriptor(int type, void** descriptor) {
   *descriptor = &all;
   return 0;
 }""",
-    # Returns the number of values, then the values: one plan, without workspace and shared memory.
+    # Sets the count to 1 and the value to 0: one plan, without workspace or shared memory.
     "cudnnBackendGetAttribute": """
 int cudnnBackendGetAttribute(void* descriptor, int which, int type, long asked, long* count,
                              void* values) {
@@ -102,7 +102,7 @@ def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
     for path in paths:
         table = run("readelf", "--dyn-syms", "-W", path)
         for kind, name, version in re.findall(r" (\w+) +\w+ +\w+ +UND (\w+)(?:@(\S+))?", table):
-            # The longest that fits: cublasLt before cublas before cu.
+            # The longest matching prefix decides: cublasLt before cublas before cu.
             plain = name.lower().lstrip("_")
             fitting = [start for start in by_prefix if plain.startswith(start)]
             if fitting and (not version or not version.startswith(("GLIBC", "CXXABI", "GCC"))):
@@ -154,7 +154,7 @@ def build_library(library: str, symbols: dict[str, tuple[str, bool]], folder: Pa
 def build_libraries(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     libraries = needed(torch_libraries())
-    for library in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # others link to it
+    for library in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # which others need
         build_library(library, libraries[library], folder)
     # Triton links to the driver by this name.
     link = folder / "libcuda.so"

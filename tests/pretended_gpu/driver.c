@@ -1,5 +1,5 @@
-// A CUDA driver without a GPU: the calls of libcuda.so.1 that torch and Triton make. Work that is
-// enqueued counts as done at once. state.c holds what a call changes.
+// A CUDA driver without a GPU: the functions of libcuda.so.1 that torch and Triton call. Enqueued
+// work completes immediately. state.c contains the state that calls change.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@ static long the_context;
 static _Thread_local CUcontext current_context;
 
 static CUresult driver_error(cudaError_t error) {
-  // The numbers of errors are those of the runtime, except for this one, which only the latter has.
+  // Driver and runtime share their error numbers, except for this one, which the driver lacks.
   return error == cudaErrorInvalidConfiguration ? CUDA_ERROR_INVALID_VALUE : (CUresult)error;
 }
 
@@ -94,7 +94,7 @@ static const struct {
 
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  *value = 1;  // most of the others say that something is supported
+  *value = 1;  // most attributes that are not listed state that a feature is supported
   for (size_t i = 0; i < sizeof kAttributes / sizeof *kAttributes; ++i) {
     if (kAttributes[i].attribute == attribute) *value = kAttributes[i].value;
   }
@@ -173,7 +173,7 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  *module = (CUmodule)image;  // not read; its functions are known by their names
+  *module = (CUmodule)image;  // not read, because kernels are identified by name alone
   return CUDA_SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// Kernels, their launches and the driver's functions of the CUDA runtime.
+// The functions of the CUDA runtime for kernels, launches and driver entry points.
 #include <dlfcn.h>
 #include <search.h>
 #include <stdio.h>
@@ -6,15 +6,15 @@
 
 #include "pretended_gpu.h"
 
-// Files with device code register theirs as they are loaded, by the address of a function
-// of the host, and launch them by it.
+// When a library with device code is loaded, it registers each kernel under the address of a host
+// function. Launches pass that address.
 
 struct Registered {
   const void* host_function;
   struct Kernel* kernel;
 };
 
-static void* registered;  // a tree of tsearch(); filled by constructors, of one thread at a time
+static void* registered;  // tree of tsearch(); constructors fill it, in one thread at a time
 
 static int compare_registered(const void* first, const void* second) {
   const char* a = ((const struct Registered*)first)->host_function;
@@ -61,8 +61,8 @@ struct Configuration {
   void* stream;
 };
 
-// <<<...>>> pushes its configuration, which the kernel's stub on the host pops. Arguments may
-// launch kernels too, so they nest.
+// <<<...>>> pushes a configuration, which the kernel's host stub pops. Configurations nest, because
+// the evaluation of kernel arguments may launch kernels.
 static _Thread_local struct Configuration configurations[8];
 static _Thread_local unsigned pushed;
 
@@ -151,7 +151,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
 
 static CUresult not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
 
-// torch looks up all functions at once, and calls few: those that are missing fail when called.
+// torch looks up all functions at once and calls few, so a missing function fails when called.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
                                              unsigned long long flags,
                                              enum cudaDriverEntryPointQueryResult* status) {

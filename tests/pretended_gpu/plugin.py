@@ -52,7 +52,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     except AssertionError as error:
         if not _compares(error.__traceback__):
             raise
-    except BaseExceptionGroup as error:  # noqa: F821  (Python 3.11) hypothesis found several
+    except BaseExceptionGroup as error:  # noqa: F821  (Python 3.11) hypothesis raises groups
         others = error.split(
             lambda one: isinstance(one, AssertionError) and _compares(one.__traceback__)
         )[1]

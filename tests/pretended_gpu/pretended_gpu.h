@@ -1,4 +1,4 @@
-// State of the simulated GPU that its CUDA driver owns and its CUDA runtime uses too.
+// State of the simulated GPU, which its CUDA driver and its CUDA runtime share.
 #pragma once
 
 #include <cuda.h>
@@ -15,7 +15,7 @@ enum {
 };
 static const size_t kDeviceMemory = (size_t)80 << 30;
 
-// What a CUfunction and a cudaKernel_t point to.
+// Target of a CUfunction or a cudaKernel_t.
 struct Kernel {
   const char* name;
   int max_dynamic_shared;
@@ -23,8 +23,8 @@ struct Kernel {
   struct Kernel* next;
 };
 
-// What a stream points to. A stream or an event takes part in the capture of this id, if that is
-// still going on; 0: in none.
+// Target of a CUstream. `capture` is the ID of the capture that a stream or an event belongs to,
+// which may have ended, or 0 for none.
 struct Stream {
   unsigned long long capture;
 };
@@ -40,10 +40,9 @@ struct Graph {
 
 enum MemoryKind { kPageable, kPinned, kDevice };
 
-// Of the runtime: sets the last error of the thread unless it is cudaSuccess, and returns the
-// error.
+// Returns `error`, which becomes the last error of the thread unless it is cudaSuccess (runtime.c).
 cudaError_t pretended_result(cudaError_t error);
-// Makes the primary context current, as the runtime does for a thread that first uses the device.
+// Makes the primary context current, as the runtime does when a thread first uses the device.
 void pretended_use_device(void);
 
 const char* pretended_error_name(int error);
@@ -55,7 +54,7 @@ cudaError_t pretended_launch(struct Kernel* kernel, dim3 grid, dim3 block, size_
 bool pretended_grid_is_valid(dim3 grid, dim3 block);
 int pretended_blocks_per_sm(int threads, size_t shared);
 
-// Each returns cudaSuccess, or the error of CUDA for a call that a capture does not permit.
+// Each function returns cudaSuccess, or CUDA's error for a call that a capture does not permit.
 cudaError_t pretended_begin_capture(CUstream stream, int mode);
 cudaError_t pretended_end_capture(CUstream stream, struct Graph** graph);
 cudaError_t pretended_add_node(CUstream stream);     // for work that is enqueued

@@ -1,6 +1,5 @@
-// Errors, devices and memory of a CUDA runtime on the simulated driver. With launches.c and
-// streams.c it is libcudart.so.13; build.py adds the functions that only say that they are not
-// supported.
+// Errors, devices and memory of a CUDA runtime on the simulated driver. libcudart.so.13 consists of
+// this file, launches.c, streams.c, and stubs from build.py that return "not supported".
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -126,7 +125,7 @@ cudaError_t cudaDeviceSynchronize(void) { return pretended_result(pretended_sync
 
 cudaError_t cudaMalloc(void** address, size_t size) {
   pretended_use_device();
-  // May wait for the device, so captures forbid it; torch's allocator says that it means to.
+  // May wait for the device, so captures forbid it, unless the thread relaxed its capture mode.
   cudaError_t error = pretended_synchronize(NULL);
   if (error == cudaSuccess) error = pretended_allocate(address, size, kDevice);
   return pretended_result(error);
@@ -174,7 +173,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* attributes,
   return cudaSuccess;
 }
 
-// Captures record copies, and cannot record those of pageable memory, for which the host waits.
+// Captures record copies, except copies of pageable memory, because the host waits for these.
 static cudaError_t begin_copy(void* target, const void* source, cudaStream_t stream) {
   if (pretended_capture_of(stream) != 0 &&
       (pretended_memory_kind(target) == kPageable || pretended_memory_kind(source) == kPageable)) {
@@ -216,7 +215,7 @@ cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* sou
 }
 
 static void fill(void* target, int value, size_t size) {
-  // Large zeros are pages given back to the system, as the host may have less memory than the GPU.
+  // Return zeroed pages to the system, because the host may have less memory than the GPU.
   const size_t large = 1 << 20, page = 4096;
   if (value == 0 && size >= large && pretended_memory_kind(target) == kDevice) {
     char* begin = (char*)(((uintptr_t)target + page - 1) / page * page);

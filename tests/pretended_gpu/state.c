@@ -1,5 +1,5 @@
-// The state of the simulated GPU: kernels, memory and stream captures. It is part of libcuda.so.1,
-// as a process has one driver, but may have several CUDA runtimes.
+// State of the simulated GPU: kernels, memory and stream captures. It is part of libcuda.so.1,
+// because a process has one driver but may have several CUDA runtimes.
 #include <pthread.h>
 #include <search.h>
 #include <stdint.h>
@@ -25,17 +25,17 @@ struct Block {
   enum MemoryKind kind;
 };
 
-// Recursive, as a function that holds it may call another one here.
+// Recursive, because functions of this file that hold the mutex call each other.
 static pthread_mutex_t mutex = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static struct Kernel* kernels;
 static struct Capture* captures;
 static unsigned long long last_capture;
 static struct Stream default_stream;
-static void* blocks;  // a tree of tsearch()
+static void* blocks;  // tree of tsearch()
 static size_t allocated;
 static _Thread_local int thread_mode = cudaStreamCaptureModeGlobal;
 
-// Errors: those that the simulated GPU can return.
+// Errors that the simulated GPU can return.
 static const struct {
   cudaError_t error;
   const char *name, *text;
@@ -81,7 +81,7 @@ const char* pretended_error_text(int error) {
   return "unknown error";
 }
 
-// Kernels. Their records stay, as launches are asked for at the end.
+// Kernels. They are never freed, because their launches are counted when the process ends.
 
 struct Kernel* pretended_kernel(const char* name) {
   struct Kernel* kernel = calloc(1, sizeof *kernel);
@@ -94,13 +94,13 @@ struct Kernel* pretended_kernel(const char* name) {
   return kernel;
 }
 
-// For functions of cuBLAS and cuDNN that launch kernels. *kernel: NULL at first.
+// Counts a call of a cuBLAS or cuDNN function as a launch. *kernel is NULL before the first call.
 void pretended_library_call(struct Kernel** kernel, const char* name) {
   if (*kernel == NULL) *kernel = pretended_kernel(name);
   __atomic_add_fetch(&(*kernel)->launches, 1, __ATOMIC_RELAXED);
 }
 
-// Returns the number of launches of all kernels whose (mangled) name contains `part`.
+// Returns the number of launches of all kernels whose mangled name contains `part`.
 long pretended_launches(const char* part) {
   long count = 0;
   pthread_mutex_lock(&mutex);
@@ -111,7 +111,7 @@ long pretended_launches(const char* part) {
   return count;
 }
 
-// Other processes leave their launches, as lines "count name", to whoever started them.
+// At its end, a process appends its launches to $PRETENDED_GPU_LAUNCHES, in lines "count name".
 __attribute__((destructor)) static void write_launches(void) {
   const char* path = getenv("PRETENDED_GPU_LAUNCHES");
   FILE* file = path == NULL ? NULL : fopen(path, "a");
@@ -215,7 +215,7 @@ cudaError_t pretended_add_node(CUstream handle) {
   return error;
 }
 
-// As CUDA has it, such a call also ends all hope for the captures that forbid it.
+// As in CUDA, a call that waits also invalidates the captures that forbid it.
 cudaError_t pretended_synchronize(CUstream handle) {
   cudaError_t error = cudaSuccess;
   pthread_mutex_lock(&mutex);
@@ -251,7 +251,7 @@ cudaError_t pretended_wait(CUstream handle, struct Event* event, bool external) 
   struct Capture* mine = find_capture(stream->capture);
   struct Capture* awaited = find_capture(event->capture);
   if (awaited != NULL && mine == NULL) {
-    stream->capture = awaited->id;  // joins it
+    stream->capture = awaited->id;  // the stream joins the capture
   } else if (mine != awaited && event->recorded && !external) {
     mine->invalid = true;
     error = awaited == NULL ? cudaErrorStreamCaptureIsolation : cudaErrorStreamCaptureMerge;
@@ -282,7 +282,7 @@ int pretended_exchange_capture_mode(int mode) {
   return before;
 }
 
-// Memory. Blocks that overlap compare as equal, so that tfind() finds the block of an address.
+// Memory. Overlapping blocks compare as equal, so that tfind() finds the block of an address.
 
 static int compare_blocks(const void* first, const void* second) {
   const struct Block *a = first, *b = second;
@@ -295,7 +295,7 @@ static struct Block* find_block(const void* address) {
   return found == NULL ? NULL : *(struct Block**)found;
 }
 
-// Pages come into being, as zeros, when the host reads or writes them.
+// The system provides zeroed pages when the host first reads or writes them.
 cudaError_t pretended_allocate(void** address, size_t size, enum MemoryKind kind) {
   *address = NULL;
   if (size == 0) return cudaSuccess;

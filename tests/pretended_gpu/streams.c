@@ -1,5 +1,5 @@
-// Streams, events and graphs of the CUDA runtime. Work is done as it is enqueued, so nothing waits;
-// what is left is what may be called when, above all during a capture.
+// Streams, events and graphs of the CUDA runtime. Enqueued work completes immediately, so no call
+// waits. The functions check only whether a call is permitted, mainly during a capture.
 #include <stdlib.h>
 
 #include "pretended_gpu.h"
@@ -87,12 +87,12 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
-  *milliseconds = 1.0f;  // long enough for benchmarks to repeat little
+  *milliseconds = 1.0f;  // long enough that benchmarks repeat few calls
   const bool are_recorded = ((struct Event*)start)->recorded && ((struct Event*)end)->recorded;
   return pretended_result(are_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
-// Captures and graphs. A graph knows how many nodes it has, for torch warns of empty ones.
+// Captures and graphs. A graph stores its number of nodes, because torch warns of empty graphs.
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
   return pretended_result(pretended_begin_capture(stream, mode));

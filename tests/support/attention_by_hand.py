@@ -1,4 +1,4 @@
-"""Hand-written attention functions that models in other test modules call."""
+"""Hand-written attention functions, which models in tests of swap_modules call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiles of a mask, as the CPU kernels classify them."""
+"""Classification of a mask's tiles by the CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fused_attn.masks.spec import MaskSpec
 def tile_kinds(
     spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Classify the tiles of a mask as the kernels do.
+    """Return the kinds of a mask's tiles, classified by the CPU kernels.
 
     Returns:
         The kinds and the tile size. The kinds are uint8 (batch, num_heads, query tiles, KV blocks):

@@ -1,4 +1,4 @@
-// Device guard and hooks of CUDA for a CPU build of torch: autograd can then record operations on
+// CUDA device guard and hooks for a CPU build of torch, with which autograd records operations on
 // CUDA tensors without values. Load the library before torch.
 
 #include <ATen/detail/CUDAHooksInterface.h>

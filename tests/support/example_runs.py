@@ -1,4 +1,4 @@
-"""Runner that starts the examples as a user would, on little data."""
+"""Runner that starts the examples with --smoke, in processes without network access."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-// Allocator that out_of_memory.py preloads: one request of memory fails. It counts requests of one
-// module and all large ones, because torch, libgomp and Python end the process if they get no
-// memory for some small ones.
+// Allocator that out_of_memory.py preloads, in which one counted request fails. It counts all
+// requests of one module, and large requests of all modules. Other small requests never fail,
+// because torch, libgomp and Python end the process if some of them do.
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -14,10 +14,10 @@ void* __libc_realloc(void*, size_t);
 void* __libc_memalign(size_t, size_t);
 void __libc_free(void*);
 
-std::atomic<int64_t> requests{0};  // that counted
+std::atomic<int64_t> requests{0};  // number of counted requests
 std::atomic<int64_t> failing{0};   // number of the request that fails
-std::atomic<int64_t> blocks{0};    // that are allocated
-int64_t large = INT64_MAX;         // bytes
+std::atomic<int64_t> blocks{0};    // number of allocated blocks
+int64_t large = INT64_MAX;         // smallest size of a large request, in bytes
 uintptr_t module_begin = 0, module_end = 0;
 }
 

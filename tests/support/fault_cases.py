@@ -88,7 +88,7 @@ def with_cold_caches(kind: str) -> bool:
     rank = dist.get_rank()
     with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
         _call(kind, mask)
-    if rank == 1:  # evicts the cached values of the mask
+    if rank == 1:  # evict the cached values of the mask
         for length in range(2, 40):
             query = torch.zeros(1, 1, length, 4)
             fused_attn.scaled_dot_product_attention(query, query, query, masks.causal())

@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_attn.backends import denylist, flash
 from fused_attn.backends.flash import engines
 
-TILE = 16  # rows that are loaded at once
+TILE = 16  # number of rows that the stand-ins load together
 calls: list[dict[str, Any]] = []  # arguments of the calls, newest last
 
 
@@ -148,7 +148,7 @@ def fa2_varlen_func(
     calls.append(dict(locals()))
     _equal_dims(q, k, v, 1)
     if max_seqlen_q == 1 and q.shape[1] > k.shape[1] and alibi_slopes is None:
-        assert q.shape[0] == len(cu_seqlens_q) - 1  # heads become queries
+        assert q.shape[0] == len(cu_seqlens_q) - 1  # flash-attn treats heads as queries here
     results = _varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), softmax_scale,
         _fa2_sides(causal, window_size, max_seqlen_k), softcap, alibi_slopes,
@@ -289,7 +289,7 @@ def _module(name: str, **functions: Any) -> ModuleType:
     return module
 
 
-# The modules by engine, and the files of the originals.
+# Stand-in modules by engine. FILES contains the source files of the originals.
 MODULES = {
     "flash-attn": _module(
         "flash_attn",

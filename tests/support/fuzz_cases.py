@@ -42,8 +42,8 @@ PAGE = 16
 HEAD_DIMS = [16, 1, 3, 8, 24, 32, 40, 64, 72, 96, 128, 256]
 SEQLENS = [1, 2, 3, 5, 8, 16, 17, 33, 40, 66, 130]
 LAYOUTS = ["plain", "transposed", "outer", "columns", "unaligned", "every second row", "expanded"]
-# Sizes of query and key. Half are hard for the rounding of gradients. Scores of ("1", "huge") are
-# larger than 2^24, so that no backward can recompute a weight from lse.
+# Magnitudes of query and key. Half of the pairs cause large rounding errors in gradients. Scores of
+# ("1", "huge") are larger than 2^24, so that no backward can recompute a weight from lse.
 SCORES = [
     ("1", "1"), ("3", "1"), ("8", "1"), ("20", "1"), ("1", "0"), ("1e-3", "1"), ("tiny", "huge"),
     ("huge", "tiny"), ("1", "huge"),
@@ -163,7 +163,7 @@ def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
         rows = query[..., 0].numel() * key.shape[-2] / tensors["bias"].numel()
         factors["grad_bias"] = torch.tensor(rows).sqrt()
     slack = {n: terms * t for n, t in factors.items()}
-    if "sinks" in tensors:  # also eager attention multiplies grad_out by the rounded out
+    if "sinks" in tensors:  # eager attention, too, multiplies grad_out by the rounded output
         rows = query[..., 0].numel() / tensors["sinks"].numel()
         slack["grad_sinks"] = torch.finfo(getattr(torch, case["dtype"])).eps * rows**0.5 * largest
     return {n: min(t.item(), sys.float_info.max) for n, t in slack.items()}
@@ -340,7 +340,7 @@ def check_decode(case: Case, backend: str) -> None:
     order, tables = None, []
     if case["layout"] == "pages":
         order = torch.randperm(batch * capacity // PAGE).view(batch, -1).to(device_of(backend))
-    if case["rotary"]:  # tables that are exact in 16 bits
+    if case["rotary"]:  # the tables' values are exact in 16 bits
         sizes = capacity, case["rotary"][0]
         tables = [torch.randint(-64, 65, sizes, generator=generator) / 64 for _ in range(2)]
     cache = Cache([], order, tables)

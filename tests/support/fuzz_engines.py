@@ -266,7 +266,7 @@ def engine_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
     case["options"]["dropout_p"] = 0.0
     batch, heads, _, *longest, _, _ = case["shape"]
     shape = batch, heads, *longest
-    if kind == "sdpa" or kind in ENGINES:  # draw few calls that the engine refuses
+    if kind == "sdpa" or kind in ENGINES:  # avoid most calls that the engine refuses
         engine = ENGINES.get(kind)
         case["shape"][5:] = [pick(8, 16, 40)] * 2
         if engine is not None:
@@ -318,7 +318,7 @@ def engine_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
         case["mask"] = ["band", *bands[rule]] if bands[rule] else None
         if packed or rule not in ("none", "causal"):
             case["bias"] = None
-        if keys == "packed" and rule.startswith("bottom"):  # no more queries than keys
+        if keys == "packed" and rule.startswith("bottom"):  # requires as many keys as queries
             case["lengths"][1] = list(map(max, *case["lengths"]))
             case["shape"][4] = max(longest)
     return case

@@ -17,7 +17,7 @@ from fused_attn import masks
 ALIGNS, SIDES = st.sampled_from(masks.ALIGNMENTS), st.sampled_from(["right", "left"])
 KINDS = ("band", "padding", "prefix", "documents", "dense", "left", "mod", "bias", "alibi")
 Shape = tuple[int, int, int, int]  # (batch, num_heads, seqlen_q, seqlen_k)
-# Functions of (b, h, q, k, n) and two tensors of positions for from_mask_mod.
+# Functions for from_mask_mod of indices b, h, q, k, a number n, and IDs of queries and of keys.
 MODS: dict[str, Callable[..., Tensor]] = {
     "causal": lambda b, h, q, k, n, of_q, of_k: k <= q,
     "window": lambda b, h, q, k, n, of_q, of_k: (q - k).abs() <= n,
@@ -39,7 +39,7 @@ class Positions(NamedTuple):
     end_k: Tensor
 
     def diagonal(self, align: str) -> Tensor:
-        """Return the key that lies on the diagonal, for each query."""
+        """Return the key position on the diagonal for each query."""
         return self.q if align == "top_left" else self.q + self.end_k - self.end_q
 
 
@@ -152,7 +152,7 @@ class Expression:
         return visible, bias
 
     def _paddings(self) -> list[Expression]:
-        """Return the paddings on the right, which determine where sequences end."""
+        """Return the right paddings, which determine where sequences end."""
         if self.kind == "and":
             return [own for member in self.members for own in member._paddings()]
         return [self] if self.kind == "padding" and self.arguments[-1] == "right" else []

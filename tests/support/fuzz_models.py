@@ -19,11 +19,11 @@ import fused_attn
 transformers.logging.set_verbosity_error()  # suppress advice on padding
 VOCABULARY, NEW = 50, 3
 FAMILIES_OF_TEXT = {own.name: own for own in FAMILIES if own.inputs in (text, translation)}
-EAGER_ONLY = "Gemma2", "GptOss"  # sdpa of transformers has no softcap and no sinks
+EAGER_ONLY = "Gemma2", "GptOss"  # transformers' sdpa supports neither softcap nor sinks
 
 
 def model_of(case: Case) -> Any:
-    """Return a model without dropout whose sizes are those of a case."""
+    """Return a model with the sizes of a case, without dropout."""
     family = FAMILIES_OF_TEXT[case["kind"]]
     heads, heads_kv, head_dim, layers = case["shape"]
     sizes = {"vocab_size": VOCABULARY, "head_dim": head_dim, "d_kv": head_dim}

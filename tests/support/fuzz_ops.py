@@ -56,7 +56,7 @@ def check_rows(case: Case, backend: str) -> None:
         if backend != "eager":
             with mock.patch.object(philox, "new_seed", seed.to):
                 out = activation_pass(input, shift, kind, p)
-        if out is None:  # torch computes some layouts instead
+        if out is None:  # the fused pass does not support some layouts
             wide = input.to(statistics_dtype(input.dtype))
             wide = wide if shift is None else wide + shift.to(wide.dtype)
             out = reference.activation(wide, None, kind, p, seed).to(input.dtype)
@@ -106,7 +106,7 @@ def check_module(case: Case, backend: str) -> None:
     for name, kind, shape in zip(names, case["masks"], shapes, strict=True):
         if kind is not None:
             kwargs[name] = nn_helpers.random_mask(kind, *shape).to(place)
-    if case["masks"] == ["learned", "bool"]:  # torch requires equal types
+    if case["masks"] == ["learned", "bool"]:  # torch requires masks of equal dtype
         ignored = kwargs[names[1]]
         kwargs[names[1]] = torch.zeros(shapes[1], device=place).masked_fill(ignored, float("-inf"))
     holder = torch.nn.Sequential(copy.deepcopy(theirs))

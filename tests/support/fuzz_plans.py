@@ -171,7 +171,7 @@ def plan_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
         chunk = st.tuples(st.integers(0, ranks - 1), st.integers(1, max(1, length - 1)))
         more = draw(st.lists(chunk.map(list), unique_by=lambda c: c[1], max_size=8))
         case["chunks"].append([[ranks - 1, 0], *more])
-    if "prefix" in json.dumps(case["mask"]):  # with dropout, runs begin at multiples of 8
+    if "prefix" in json.dumps(case["mask"]):  # with dropout, runs must begin at multiples of 8
         case["options"]["dropout_p"] = 0.0
     for step in case["steps"]:
         step["rows"] = None

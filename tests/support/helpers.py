@@ -45,7 +45,7 @@ SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
 # Marker that leaves float16 out of parametrizations over dtypes and another parameter. The 16-bit
 # dtypes differ only in how tiles are loaded and stored. test_shapes covers float16, as does
 # test_weight_of_the_same_type for norms.
-ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
+ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 covers 16-bit dtypes", dtype=[torch.float16])
 
 
 def takes(backend: str, dtype: torch.dtype, device: str | None = None) -> bool:

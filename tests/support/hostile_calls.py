@@ -254,8 +254,8 @@ def bindings() -> Groups:
     }  # fmt: skip
 
 
-# Functions and arguments that our kernels read first. Functions of torch crash if the storage of a
-# tensor has been resized.
+# Groups and arguments whose tensors our kernels check before torch reads them. torch crashes if the
+# storage of a tensor has been resized.
 KERNELS = {"sdpa", "varlen", "decode", "paged", "layer_norm", "rms_norm"}
 OPERANDS = {"query", "key", "value", "input", "weight", "bias", "residual"}
 
@@ -267,7 +267,7 @@ def hostile(group: str, arguments: dict[str, Any]) -> Iterator[tuple[str, dict[s
         if isinstance(value, Tensor):
             for kind, variant in VARIANTS.items():
                 no_right_result = kind == "overlapping" and name.endswith("_cache")
-                unread = "range" in kind and group == "_cuda decode"  # values in GPU memory
+                unread = "range" in kind and group == "_cuda decode"  # the host cannot check values
                 if ("resized" in kind and not resizes) or no_right_result or unread:
                     continue
                 try:
@@ -291,7 +291,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, bool]:
-    """Return what a hostile call did, as text, and True if that is permitted."""
+    """Run a hostile call; return a description of its outcome, and True if that is permitted."""
     copies = dict(given)
     for name, value in given.items():
         if name.endswith("_cache") and type(value) is Tensor and value.numel() < 1 << 20:

@@ -104,7 +104,7 @@ FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled",
     "dense_full", "key_mask_head", "bias_with_inf", "alibi_batch",
 )  # fmt: skip
-# All pairs that combine, for parametrize. `make test` runs those of FIELDS and "intervals".
+# All pairs that can be combined. `make test` runs the pairs of FIELDS and "intervals".
 PAIRS = [
     pytest.param(
         pair,

@@ -1,6 +1,6 @@
 """Calls in which memory runs out: `python out_of_memory.py BACKEND SEEDS`, with failing_malloc.cpp.
 
-Each counted allocation of a call fails, in three calls each. A call must raise MemoryError or
+Each counted allocation of a call fails in turn, in three calls. A call must raise MemoryError or
 RuntimeError, or return the correct result. The next call must return the correct result, and no
 memory may leak.
 """
@@ -46,7 +46,7 @@ class Trials:
 
     Attributes:
         told: number of calls by error message, or "no exception".
-        wrong: descriptions of what was wrong.
+        wrong: descriptions of wrong results, other exceptions and leaks.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Trials:
 
     def run(self, name: str, call: Callable[[], list[Tensor]]) -> None:
         requests, failing, blocks = map(counter, ("requests", "failing", "blocks"))
-        for _ in range(3):  # fills pools and caches
+        for _ in range(3):  # fill pools and caches
             want = call()
         gc.collect()
         gc.freeze()  # later collections are faster
@@ -63,7 +63,7 @@ class Trials:
         call()
         for number in range(1, requests.value + 1):
             lost = []
-            for _ in range(3):  # what the first adds may be a cache
+            for _ in range(3):  # memory that only the first call keeps may be a cache
                 before, results, message = blocks.value, want, "no exception"
                 requests.value, failing.value = 0, number
                 try:
@@ -74,7 +74,7 @@ class Trials:
                     self.wrong.append(f"{name}, request {number}: {error!r}")
                 failing.value = 0
                 if not same(results, want) or not same(call(), want):
-                    self.wrong.append(f"{name}, request {number}: other results, {message}")
+                    self.wrong.append(f"{name}, request {number}: wrong results, {message}")
                 del results
                 gc.collect()
                 lost.append(blocks.value - before)

@@ -119,7 +119,7 @@ def covered(
             theirs = shardings[1].positions(peer)
             rows = [i for part in step.wanted for i in part]
             sent = [i for part in plans[peer].steps[s].sent for i in part]
-            assert rows == sent, "what one rank wants is not what the other gives"
+            assert rows == sent, "a rank expects other rows than its peer sends"
             for block in step.blocks:
                 assert [rows[i] for i in block.received] == list(block.keys.rows)
                 q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]

@@ -78,7 +78,7 @@ class Kernel:
             self.function[arguments[count:]](*arguments[:count])
             return
         blocks = self.parameters[len(arguments) :]
-        assert blocks in (["XBLOCK"], []), f"{self.function} has a grid of another kind"
+        assert blocks in (["XBLOCK"], []), f"{self.function} has unexpected blocks {blocks}"
         sizes = dict(zip(self.parameters, arguments, strict=False))
         grid = (triton.cdiv(sizes["xnumel"], _BLOCK),) if blocks else (1,)
         self.function[grid](*arguments, *[_BLOCK] * len(blocks))

@@ -15,7 +15,7 @@ SHAPE = "2,4/2,21,37,16"
 
 
 def small_plan(features=("none", "causal"), dtypes=("float32",)):
-    """Return a plan with checks that take about a second, and small classes for `features`."""
+    """Return a plan of checks that take about a second, with small problems for `features`."""
     checks = [
         AttentionCheck(shape=SHAPE, result="lse"),
         AttentionCheck(shape=SHAPE, mask="causal"),

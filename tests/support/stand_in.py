@@ -38,7 +38,7 @@ class StandIn(CppBackend):
 
 @contextmanager
 def in_place_of_cpp(*first: str) -> Iterator[StandIn]:
-    """Register "stand_in" within the block, preceded only by `first`.
+    """Register "stand_in" within the block, after the backends `first` and before all others.
 
     "cpp" is moved to the end of the order, so that no call selects it.
     """

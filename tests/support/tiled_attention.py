@@ -1,6 +1,6 @@
 """Tiled attention in torch operations that follows the kernels, with optional mistakes.
 
-It shows on any machine that the numerics contract distinguishes a correct kernel from a wrong one.
+Tests use it to show that the numerics contract distinguishes correct kernels from wrong ones.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BLOCK = 32  # number of keys per tile
 # Name of a mistake -> its description.
 MISTAKES = {
     "rescale": "the accumulator is not rescaled where the maximum grows",
-    "weights": "float32 weights are rounded to bfloat16 in front of the product with V",
+    "weights": "float32 weights are rounded to bfloat16 before the PV product",
     "key_too_few": "the last visible key of a row in a partial tile is masked",
     "key_too_many": "the first masked key of a row in a partial tile is visible",
-    "scale": "the scale is off by 1e-4 of it",
+    "scale": "the scale has a relative error of 1e-4",
     "bias": "the bias of one tile is added after the softmax",
-    "lse_residual": "the backward takes lse without its rounding residual",
+    "lse_residual": "the backward uses lse without its rounding residual",
     "stride": "the strides of two heads of V are swapped",
-    "philox": "dropout reads the words of a counter in another order",
+    "philox": "dropout uses the words of a Philox counter in the wrong order",
     "delta": "delta is computed from the rounded output",
 }
 

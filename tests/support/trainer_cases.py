@@ -21,10 +21,10 @@ from fused_attn import masks
 from fused_attn.distributed import context_parallel
 
 VOCABULARY, STEPS, LEARNING_RATE = 50, 2, 0.5
-LENGTHS = [[20, 13, 12], [5, 36, 4]]  # of the documents in the row of each step
+LENGTHS = [[20, 13, 12], [5, 36, 4]]  # lengths of the documents in each step's row
 IGNORED = -100
-# With this mask, which masks nothing, transformers builds no masks. Otherwise it would build them
-# only on ranks that have the start of a document, and repeat the KV heads of sdpa there.
+# Given this mask, in which all is visible, transformers builds no masks. Otherwise, only ranks with
+# the start of a document would build masks, and would repeat the KV heads for sdpa.
 IGNORED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -100,7 +100,7 @@ def steps_of_rank(swap: bool, checkpoint: bool, method: str) -> list[dict[str, T
 
 
 def steps_of_one(swap: bool) -> list[dict[str, Tensor]]:
-    """Train in one process, document by document; return what `steps_of_rank` returns."""
+    """Train in one process, document by document; return each step's loss and gradients."""
     model = llama(swap)
     results = []
     for step in range(STEPS):

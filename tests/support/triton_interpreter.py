@@ -47,8 +47,8 @@ def repair() -> None:
             for x in (a, b)
         )
         if a.dtype.scalar == tl.float32:
-            # numpy's rounding depends on its BLAS and the CPU, unlike that of any GPU. On some CPUs
-            # it moved results outside the contract that are within it elsewhere.
+            # The rounding of numpy's float32 matmul depends on its BLAS and the CPU. On some CPUs,
+            # results exceeded the contract's limits, although they meet them on other CPUs.
             (d, *_) = rest
             product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
             return handle(product.astype(d.data.dtype), d.dtype.scalar)

@@ -93,7 +93,7 @@ def test_stacks_that_keep_their_padding_are_not_noted():
 def test_padding_kept_in_inference_is_that_of_the_original(options, norm, padding):
     """With remove_padding=False, padded rows equal those of the original model.
 
-    torch's inference path zeroes right padding before the norm.
+    With right padding, torch's inference path sets these rows to 0 before the last norm.
     """
     ignored = IGNORED if padding == "right" else IGNORED.flip(1)
     model = Pooled(norm=norm, **options).encoder.eval()

@@ -94,7 +94,7 @@ def test_relative_position_bias_is_learned(case):
         results = run(model, (images,))
     masks = [mask for _, mask in computed]
     assert len(masks) == calls and all(mask.requires_grad for mask in masks)
-    # Batch and heads: the batch is the number of windows if windows are shifted, otherwise 1.
+    # (batch, heads); the batch is the number of windows if windows are shifted, otherwise 1.
     assert [tuple(mask.shape[:2]) for mask in masks] == [(1, 2), (8, 2), (1, 4), (1, 4)]
     tables = [name for name in results if name.endswith("relative_position_bias_table")]
     assert len(tables) == calls

@@ -63,7 +63,7 @@ class Last(torch.nn.Module):
         if "decoder_input_ids" in kwargs:
             return out.last_hidden_state, pooled
         real = kwargs["attention_mask"].bool()
-        # The pooler takes the first token, which is padding in the last sequence.
+        # The pooler reads the first token, which is padding in the last sequence.
         return out.last_hidden_state[real], None if pooled is None else pooled[real[:, 0]]
 
 

@@ -26,7 +26,7 @@ WRITES = {
 
 
 @pytest.mark.sampled(
-    "the remaining writes cover no write, a tensor and views",
+    "the rest covers no write, a write to the mask and writes to views",
     write=[
         write
         for name, write in WRITES.items()

@@ -35,7 +35,7 @@ from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
 from fused_attn.masks.spec import normalize  # noqa: E402
 
-# attention_mask expects that the model of a config is imported, as a model that calls it is.
+# attention_mask finds the model of a config only if the model's module has been imported.
 for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
     importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 

@@ -29,7 +29,7 @@ SAMPLE = {
     "videomae": "agrees",
     "xglm": "declined",  # eager runs only in float32
     "kosmos_2_5_vision_model": "declined",  # looks up implementations in the wrong place
-    "diffusion_gemma": "agrees with sdpa",  # passes a window that its mask does not have
+    "diffusion_gemma": "agrees with sdpa",  # passes a window that its mask lacks
     "layoutxlm": "no model",
     "minimax_m3_vl": "declined",  # selects blocks of keys
     "sam_vision_model": "declined",  # selects classes by name

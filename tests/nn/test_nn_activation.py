@@ -37,7 +37,7 @@ def any_size(monkeypatch):
 
 
 def numbers(shape, dtype):
-    """Return random numbers, from the range where GELU is 0 to that where it is the identity."""
+    """Return random numbers of order 0.01, 1 and 6, which cover the curve and limits of GELU."""
     return torch.randn(shape, dtype=dtype) * torch.tensor([0.01, 1.0, 6.0])[torch.randint(3, shape)]
 
 

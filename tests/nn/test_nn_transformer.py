@@ -91,7 +91,7 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """Each dropout of a layer acts where torch's does: with p = 1, the same branch vanishes."""
+    """Each dropout of a layer acts on the same branch as in torch, which p = 1 sets to 0."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
         theirs = torch.nn.TransformerEncoderLayer(

@@ -18,7 +18,7 @@ HEADS, HEADS_KV, DIM = 4, 2, 8
 
 
 def expected(q, k, v, causal=False, window_size=(-1, -1), alibi_slopes=None, softcap=0.0):
-    """Return attention in float64 from the full score matrix, (batch, seqlen, heads, dim)."""
+    """Return float64 attention, (batch, seqlen, heads, dim), from the full score matrix."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5

@@ -112,7 +112,7 @@ def expected_mask(mask, rule, keys, total):
 
 
 def expected(query, key, value, bias=None, scale=None):
-    """Return attention in float64 from the full score matrix, (batch, seqlen, heads, dim)."""
+    """Return float64 attention, (batch, seqlen, heads, dim), from the full score matrix."""
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:

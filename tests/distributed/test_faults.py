@@ -48,7 +48,6 @@ def test_a_rank_may_have_empty_caches(kind, ranks):
 
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
 def test_a_failing_rank_is_an_error_on_the_others(fault, tmp_path):
-    """If one rank dies or stalls, the others raise an error instead of hanging."""
     ranks = Processes(3, tmp_path, timeout=TIMEOUT)
     try:
         for traceback, result in ranks.outcomes(survive, "ring", fault, 2 * TIMEOUT)[:2]:

@@ -105,7 +105,7 @@ def test_plan_covers_what_is_visible_once(number):
     assert bool((count[visible] == 1).all()), "not computed"
     if dropout or prefix or not intervals_of(spec, shape, CPU).exact:
         return
-    for plan in plans:  # a query of each block sees its first key, and a query sees its last key
+    for plan in plans:  # in each block, some query attends to the first key, and some to the last
         for step in plan.steps:
             for block in step.blocks:
                 seen = visible[slice_of(block.queries.positions)][:, slice_of(block.keys.positions)]

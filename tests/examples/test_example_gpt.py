@@ -1,4 +1,4 @@
-"""examples/gpt.py and gpt_model.py."""
+"""examples/gpt.py and gpt_model.py: training, masks, and generation with and without caches."""
 
 import math
 

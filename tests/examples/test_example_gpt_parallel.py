@@ -1,4 +1,4 @@
-"""examples/gpt_parallel.py."""
+"""examples/gpt_parallel.py: losses on two processes, packed rows, and the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_loss_of_a_row_is_that_of_separate_documents():
 
 
 def test_sent_bytes():
-    """A document that lies on one rank causes no traffic.
+    """A document on one rank causes no traffic.
 
-    For one that spans ranks, only the keys and values that the causal mask needs are sent.
+    For a document on two ranks, only the keys and values that the causal mask needs are sent.
     """
     size = 3 * gpt_model.NUM_LAYERS * gpt_model.NUM_HEADS_KV * 2 * gpt_model.HEAD_DIM * 4 / 1e6
     for documents, rows in (([8], 4), ([4, 4], 0), ([3, 3, 2], 1)):

@@ -1,4 +1,4 @@
-"""examples/transfer.py."""
+"""examples/transfer.py: plays, frozen parameters, embeddings and batches."""
 
 from __future__ import annotations
 

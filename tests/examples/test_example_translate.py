@@ -1,4 +1,4 @@
-"""examples/translate.py, and translation.py, which rnn.py uses too."""
+"""examples/translate.py and translation.py: data, loss, masks, and greedy and beam search."""
 
 from __future__ import annotations
 

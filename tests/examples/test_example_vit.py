@@ -1,4 +1,4 @@
-"""examples/vit.py."""
+"""examples/vit.py: training, patch embedding, attention rollout and the split of the digits."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from fused_attn import available_backends, masks, scaled_dot_product_attention
 from fused_attn.backends import get_backend
 
 BACKENDS = ["cuda", "triton", "sdpa", "flex"]
-# A part of the names of kernels that only this backend launches. torch's SDPA prefers cuDNN here.
+# Backend -> part of the names of kernels that only it launches. torch's SDPA prefers cuDNN here.
 KERNELS = {
     "cuda": "attention_fwd_kernel",
     "triton": "fwd",

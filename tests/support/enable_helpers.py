@@ -74,5 +74,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Record the names of the attention functions that are called, for padded or packed input."""
+    """Record the names of our attention functions in call order, for padded and packed input."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

@@ -29,7 +29,7 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
 
 
 def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Draw nonzero lengths, so that some keys are visible if the other lengths are `_lengths`."""
+    """Draw nonzero lengths, so that a mask that combines them with `_lengths` has visible keys."""
     generator = drawn(seed)
     return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
 

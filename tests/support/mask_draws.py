@@ -15,7 +15,7 @@ from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.tables import packed
 
-# Kinds with one interval of visible keys for each query, and kinds without.
+# In a STRUCTURED mask, the visible keys of each query form one interval, unlike in OTHERS.
 STRUCTURED = (
     "band", "padding", "padding_left", "ragged", "prefix", "documents", "runs", "intervals",
 )  # fmt: skip

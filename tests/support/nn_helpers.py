@@ -123,7 +123,7 @@ def check_against_torch(
 
 
 def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return random inputs like `args`; arguments that are the same tensor remain so."""
+    """Return random inputs like `args`; a tensor that is repeated in `args` stays repeated."""
     drawn = {id(a): torch.randn_like(a).requires_grad_(a.requires_grad) for a in args}
     return tuple(drawn[id(a)] for a in args)
 
@@ -165,7 +165,7 @@ def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) ->
 
 
 def perturb(module: Module) -> Module:
-    """Perturb all parameters, so that ignoring one that was initialized to 0 or 1 is detected."""
+    """Perturb all parameters, so that tests fail if a module ignores one that starts at 0 or 1."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -20,7 +20,7 @@ TIMEOUT = 120.0  # seconds, for a collective or for the answer of a rank
 
 
 class RankError(RuntimeError):
-    """An exception in one of the ranks; the message contains its traceback."""
+    """Exception of a rank, whose traceback the message contains."""
 
 
 class Processes:

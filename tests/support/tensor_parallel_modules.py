@@ -41,7 +41,7 @@ def compared(name: str, model: torch.nn.Module, call: Callable[[Any], Any]) -> P
 
 
 def attention_modules() -> Pairs:
-    """Return results of MultiheadAttention for every kind of parameters, mask and output."""
+    """Return results of MultiheadAttention with several parameters, masks and outputs."""
     found: Pairs = {}
     torch.manual_seed(0)
     there = {"dtype": torch.float64}

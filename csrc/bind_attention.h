@@ -1,4 +1,4 @@
-// The attention passes of the CPU module. Each function validates a call, allocates its results and
+// Forward and backward of attention in the CPU module. Each function validates a call, allocates its results and
 // runs the kernel.
 //
 // A call is an AttentionCall or an UncheckedAttention (fused_attn/call). A pass returns None to

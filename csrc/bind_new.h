@@ -100,7 +100,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// Exposes new_tensor to Python. dtype is that of set_torch().
+// Exposes new_tensor to Python. dtype is a DType, or -1 for int16.
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
@@ -121,7 +121,7 @@ py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_
     }
   }
   if (numel > 0 && end > numel) throw std::invalid_argument("strides must be dense");
-  check_within(dtype, "dtype", -2, 3);
+  check_within(dtype, "dtype", -1, 3);
   return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
 }
 

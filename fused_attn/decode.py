@@ -120,8 +120,8 @@ def decode_attention(
 
     Raises:
         ValueError, TypeError: an argument is invalid or requires grad; the message states the
-            expected and the actual value. Values of cache_lengths and block_table are checked only
-            on the CPU.
+            expected and the actual value. Values of tensors cache_lengths and block_table are
+            checked only on the CPU.
         NotImplementedError: the requested backend does not support the call, query is a DTensor, or
             the call is within `context_parallel`.
 
@@ -245,7 +245,6 @@ def _attend_on_cpu(
     else:
         _rotate_and_append(update, rotation)
     call.key, call.value = contiguous_rows(update, update.ends[1], backend.empty)
-    call.mask = spec
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
         outputs = backend.attention_fwd(call.assume_checked(), False, want_lse)

@@ -81,8 +81,8 @@ class Flat:
 def flattens(cls: type[FlatT]) -> type[FlatT]:
     """Generate the methods of `Flat` for a dataclass (class decorator).
 
-    Their fields must not be assigned after construction. The dataclasses are not frozen, because
-    construction of a frozen dataclass takes three times as long.
+    The dataclasses are not frozen, because construction of a frozen dataclass takes three times as
+    long.
     """
     leaves = list(_leaves(cls, ""))
     names = [path.rpartition(".")[2] for path, _ in leaves]

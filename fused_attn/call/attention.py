@@ -1,9 +1,9 @@
 """An attention call as a value: its options, before and after validation, and its results.
 
-A call passes from the public function to the kernel as one object. A backend first runs its forward
-on the unchecked call. If it returns None, call/validation.py either raises an error or returns a
-validated call, which the backend then runs. Most small calls skip validation this way, because it
-takes longer than their kernel.
+The public function passes its arguments on as one object. Backends that accept unchecked calls run
+their forward on it. If that returns None, call/validation.py either raises an error or returns a
+validated call, which the backend then runs. Most calls skip validation this way, because it takes
+longer than a small kernel.
 
 Methods of the validated call compute the shapes and strides of outputs and gradients for the
 backends and the fake implementations of the ops. The C++ module for CPUs computes the same ones.
@@ -17,13 +17,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fused_attn.base import philox
 from fused_attn.base.autocast import any_autocast, autocast
 from fused_attn.base.flat import Empty, Flat, empty_strided, flattens, or_empty
 from fused_attn.base.layout import EMPTY_LAYOUT, contiguous, kernel_strides, laid_out_like
-from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.base.torch_state import TENSORS, statistics_dtype
 from fused_attn.call.options import (
     NUMBERS,
     checked_number,
@@ -33,8 +32,6 @@ from fused_attn.call.options import (
 )
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_of
-
-_TENSORS = frozenset({Tensor, Parameter})
 
 
 def default_scale(head_dim: int) -> float:
@@ -124,7 +121,7 @@ class AttentionOptions(Flat):
 
 
 class UncheckedAttention:
-    """Unvalidated arguments of `scaled_dot_product_attention` or `varlen_attention`.
+    """Unvalidated arguments of an attention function.
 
     The class has all attributes of AttentionCall that a backend's forward reads.
 
@@ -153,11 +150,11 @@ class UncheckedAttention:
         self.query = query
         self.key = key
         self.value = value
-        self.attn_mask = attn_mask
+        self.attn_mask: Any = attn_mask
         self.is_causal = is_causal
         self.enable_gqa = enable_gqa
         self.options = options
-        self.mask: Any = None
+        self.mask: Any = attn_mask if isinstance(attn_mask, MaskSpec) else None
 
     def prepare(self) -> bool:
         """Set the default scale, and cast tensors under autocast.
@@ -166,7 +163,7 @@ class UncheckedAttention:
             False if the call needs validation.
         """
         query = self.query
-        if not _TENSORS.issuperset((type(query), type(self.key), type(self.value))):
+        if not TENSORS.issuperset((type(query), type(self.key), type(self.value))):
             return False
         if query.is_nested or query.dim() < 2 or type(self.is_causal) is not bool:
             return False
@@ -177,10 +174,7 @@ class UncheckedAttention:
     def resolve_mask(self) -> MaskSpec | None:
         """Return the MaskSpec of attn_mask and is_causal, or None if the call needs validation."""
         if self.mask is None:
-            mask = self.attn_mask
-            if not isinstance(mask, MaskSpec):
-                mask = spec_of(mask, self.is_causal, self.query, self.key)
-            self.mask = mask
+            self.mask = spec_of(self.attn_mask, self.is_causal, self.query, self.key)
         return self.mask
 
     @property
@@ -195,9 +189,7 @@ class UncheckedAttention:
         It has the same options object.
         """
         query, key, value = (t.transpose(0, 1)[None] for t in (self.query, self.key, self.value))
-        call = UncheckedAttention(query, key, value, self.attn_mask, False, True, self.options)
-        call.mask = self.mask
-        return call
+        return UncheckedAttention(query, key, value, self.attn_mask, False, True, self.options)
 
     def is_resolved(self) -> bool:
         """Return True if the call has 4-D tensors and a MaskSpec, as `assume_checked` requires."""

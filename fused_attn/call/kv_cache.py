@@ -297,18 +297,17 @@ def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_stride
     """
     if update.block_table is None:
         return [cache.narrow(2, 0, count) for cache in update.caches]
-    longest = count if update.ends is None else update.ends[1]
-    return [_gather_pages(cache, update, longest, count, empty) for cache in update.caches]
+    return [_gather_pages(cache, update, count, empty) for cache in update.caches]
 
 
-def _gather_pages(
-    cache: Tensor, update: CacheUpdate, longest: int, count: int, empty: Empty
-) -> Tensor:
-    """Copy the first `longest` rows of each sequence to a tensor with `count` rows.
+def _gather_pages(cache: Tensor, update: CacheUpdate, count: int, empty: Empty) -> Tensor:
+    """Copy the pages of each sequence, up to the longest one, to a tensor with `count` rows.
 
-    On CPUs, decoding without attn_mask has equal numbers, and `_select_pages` copies the pages.
+    In `decode._attend_on_cpu`, count is the length of the longest sequence, and `_select_pages`
+    makes the copy.
     """
     assert update.block_table is not None
+    longest = count if update.ends is None else update.ends[1]
     num_pages, num_heads, page_size, dim = cache.shape
     batch = update.block_table.shape[0]
     pages, used = (-(-rows // max(page_size, 1)) for rows in (count, longest))

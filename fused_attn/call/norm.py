@@ -12,13 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fused_attn.base import philox
 from fused_attn.base.autocast import any_autocast, autocast_norm
 from fused_attn.base.flat import Empty, Flat, empty_strided, flattens, or_empty
 from fused_attn.base.layout import EMPTY_LAYOUT, contiguous, rows_in_place
-from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.base.torch_state import PLAIN_TYPES, TENSORS, statistics_dtype
 from fused_attn.call.options import (
     NUMBERS,
     checked_number,
@@ -26,9 +25,6 @@ from fused_attn.call.options import (
     checked_seed,
     with_dense_offsets,
 )
-
-_TENSORS = frozenset({Tensor, Parameter})
-_TENSORS_OR_NONE = _TENSORS | {type(None)}
 
 
 def default_eps(dtype: torch.dtype) -> float:
@@ -134,7 +130,7 @@ class UncheckedNorm:
         Returns:
             False if the call needs validation.
         """
-        if type(self.input) not in _TENSORS or not _TENSORS_OR_NONE.issuperset(
+        if type(self.input) not in TENSORS or not PLAIN_TYPES.issuperset(
             (type(self.weight), type(self.bias), type(self.residual))
         ):
             return False

@@ -26,13 +26,12 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library
-from torch.nn import Parameter
 
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, wanted_backend
 from fused_attn.backends import sdpa as sdpa_backend
 from fused_attn.backends.registry import choose
-from fused_attn.base.torch_state import in_transform, needs_grad
+from fused_attn.base.torch_state import TENSORS, in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
@@ -40,7 +39,6 @@ _OP = torch.ops.aten.scaled_dot_product_attention.default
 # Dispatch keys of the devices with kernels. Support is checked at each call, so that a later
 # use_backend takes effect and registration does not initialize CUDA.
 _KEYS = ("CPU", "CUDA")
-_PLAIN = frozenset({Tensor, Parameter})
 _TRACED = frozenset({FakeTensor, FunctionalTensor})  # tensors in traces of torch.compile and export
 # Added to the key of torch.compile's caches, including those on disk. Otherwise the key depends
 # only on the caller's graph, which is the same with and without our kernels.
@@ -53,14 +51,14 @@ _enabled_counts: CallCounts | None = None
 
 
 def enable(*, call_sites: bool = False) -> CallCounts:
-    """Patch torch.nn.functional.scaled_dot_product_attention to run this package's kernels.
+    """Run torch.nn.functional.scaled_dot_product_attention on this package's kernels.
 
-    The patch applies process-wide, without changes to callers. It covers all code that calls the
+    They are registered process-wide, without changes to callers. It covers all code that calls the
     function, under any name, including timm, diffusers, torch.nn.MultiheadAttention and the
     torch.nn Transformer layers. MultiheadAttention bypasses the function if need_weights=True.
     The torch.nn modules also bypass it on their C++ inference path, which
     torch.backends.mha.set_fastpath_enabled(False) disables.
-    `disable()` undoes the patch. Repeated calls of `enable()` return the same counts.
+    `disable()` removes them. Repeated calls of `enable()` return the same counts.
 
     Results differ from torch's in two cases. Fully masked rows give 0, where torch gives 0 or NaN
     depending on the path. Dropout drops different weights for the same torch.manual_seed.
@@ -239,7 +237,7 @@ def _kernels_for(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context that keeps torch from kernels with defects, unless the caller chose some."""
-    plain = query.is_cuda and query.dim() == 4 and type(query) in _PLAIN | _TRACED
+    plain = query.is_cuda and query.dim() == 4 and type(query) in TENSORS | _TRACED
     flags = torch.backends.cuda
     if plain and flags.flash_sdp_enabled() and flags.math_sdp_enabled():
         return sdpa_backend.allowed_kernels(query, key, value, mask)
@@ -247,7 +245,7 @@ def _kernels_for(
 
 
 def _count(reason: str, query: Tensor, key: Tensor) -> None:
-    if type(query) in _PLAIN:
+    if type(query) in TENSORS:
         for counts in _counts:
             counts.add(reason, query, key)
 
@@ -280,7 +278,7 @@ def _fallback_reason(
             return f"attn_mask is {attn_mask.dtype}, not bool, float32 or the dtype of query"
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
-    if not (types <= _PLAIN or (types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag)):
+    if not (types <= TENSORS or (types <= TENSORS | _TRACED and _TAG in _config.cache_key_tag)):
         return "an argument is a tensor subclass"
     problem = AttentionProblem(
         query.device, query.dtype, query.shape[-1], value.shape[-1], bias_dtype

@@ -70,7 +70,8 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
 
         There are four outcomes, tried in this order:
 
-        1. torch's inference, if the default backend wraps torch's kernels: nested without padding.
+        1. torch's inference, with only a bool padding mask, if the default backend wraps torch's
+           kernels.
         2. A packed batch, without padding.
         3. A padded batch whose padding torch would set to 0 before the norm.
         4. A padded batch.

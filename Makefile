@@ -207,15 +207,15 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt-g
 		$(BIN)/python setup.py -q build --build-lib build/clang
 	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
-		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
+		tests/repo/test_packaging.py -k "not test_pairs_of_masks"
 
 # SANITIZE="address planted" runs only these checks.
 sanitize: env ## test the CPU kernels under ASan, UBSan and TSan, and the emulated CUDA kernels under ASan and UBSan
 	$(SAY) "compiling instrumented kernels and running their tests: an hour or two on two cores"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/sanitize.py $(SANITIZE)
 
-# This needs no CPU with AVX-512 or AMX: tests/x86_emulator emulates these instructions. In the first run, the
-# tests select the instruction sets; each later run uses the one that FUSED_ATTN_CPU_ISA names.
+# x86-test runs on any CPU with AVX2: tests/x86_emulator emulates AVX-512 and AMX. X86_TESTS select instruction
+# sets themselves; the tests of attention and norms then run once for each FUSED_ATTN_CPU_ISA.
 X86 = build/x86_emulator
 X86_TESTS ?= $(addprefix tests/ops/test_,batch_invariance.py decode.py few_queries.py isas.py \
 	peaked_rows.py rotary.py tile_gradients.py varlen.py)
@@ -265,7 +265,7 @@ format: $(VENV)/installed ## format the sources
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The wheel may need a newer glibc than those of .github/workflows/wheels.yml; auditwheel prints the version.
+# This wheel may need a newer glibc than the wheels that .github/workflows/wheels.yml builds; auditwheel prints the version.
 # --exclude: the module must use the libgomp that torch loads, because two copies would each start a pool of
 # threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
@@ -379,7 +379,7 @@ gpu-modules: $(VENV)/installed ## compile the CPU and CUDA modules for MODULES_P
 gpu-sanitize: gpu-build ## run compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
 		$(GPU_PYTHON) -m pytest -q -m gpu tests/ops/test_attention.py tests/backends/test_cuda_norm.py \
-		-k "cuda and (test_shapes and Sq129 or test_more_parts)" || exit 1; done
+		-k "cuda and (test_shapes and Sq129 or test_more_partial_sums)" || exit 1; done
 
 GPU_BACKEND ?= triton
 gpu-bench: gpu-build ## run the GPU benchmarks of the backend GPU_BACKEND, with GPU_PYTHON

@@ -1,5 +1,5 @@
-// Forward and backward of attention in the CPU module. Each function validates a call, allocates its results and
-// runs the kernel.
+// Forward and backward of attention in the CPU module. Each function validates a call, allocates
+// its results and runs the kernel.
 //
 // A call is an AttentionCall or an UncheckedAttention (fused_attn/call). A pass returns None to
 // reject a call. Python then validates it, or copies its tensors to layouts that kernels support.

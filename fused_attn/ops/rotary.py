@@ -56,7 +56,9 @@ def checked_rotation(
             f"most {head_dim // 2} (half of input's head_dim) or of {head_dim}, got {shape}"
         )
     if shape[-1] == head_dim and head_dim % 2:
-        raise ValueError(f"input must have an even head_dim, got {head_dim}")
+        raise ValueError(
+            f"input must have an even head_dim if cos has a width of head_dim, got {head_dim}"
+        )
     if sin.shape != cos.shape:
         raise ValueError(f"sin must have shape {shape} (like cos), got {tuple(sin.shape)}")
     if positions is None:

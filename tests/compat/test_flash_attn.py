@@ -199,6 +199,10 @@ def test_no_argument_is_ignored():
         flash_attn.flash_attn_func(q, k, v, window=(1, 1))
     with pytest.raises(NotImplementedError, match="return_attn_probs"):
         flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    with pytest.raises(TypeError, match="except with both block_table and seqused_k"):
+        flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], ends([3]), None, 3, 3, seqused_k=torch.tensor([3])
+        )
     with pytest.raises(ValueError, match="given together"):
         flash_attn.flash_attn_with_kvcache(q, k, v, k, v, torch.ones(3, 4), cache_seqlens=0)
     sinks = torch.zeros(HEADS)

@@ -387,7 +387,7 @@ def test_checks_of_masks():
         attn_bias.LowerTriangularFromBottomRightLocalAttentionMask(0)
     with pytest.raises(ValueError, match="window_right must be >= 0, got -1"):
         attn_bias.LocalAttentionFromBottomRightMask(0, -1)
-    with pytest.raises(ValueError, match="must be at least q_seqlen 4, got 3"):
+    with pytest.raises(ValueError, match="at least its q_seqlen, got kv_seqlen 3 and q_seqlen 4"):
         attn_bias.BlockDiagonalMask.from_seqlens([4], [3]).make_causal_from_bottomright()
     with pytest.raises(ValueError, match="must have 2 elements"):
         attn_bias.BlockDiagonalMask.from_seqlens([4, 1], [3])

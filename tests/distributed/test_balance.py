@@ -102,9 +102,9 @@ PARTITIONS = [
 
 @pytest.mark.parametrize(("length", "name"), PARTITIONS)
 def test_every_position_has_one_rank(length, name):
-    """Each position is on one rank, which Sharding checks, and each rank's runs are sorted.
+    """The runs contain each position once (Sharding checks this), and each rank's are sorted.
 
-    The ranks' numbers of rows differ by at most chunk_size, if given, else by length / ranks.
+    The row counts of ranks differ by at most chunk_size, or length / ranks if that is None.
     """
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):

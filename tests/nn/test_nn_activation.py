@@ -119,7 +119,7 @@ def test_nan_and_infinity(activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
-    """The derivative of GELU is 1 at infinity and 0 at -infinity, where torch returns NaN."""
+    """The derivative of GELU is 1 at infinity and 0 at -infinity; torch returns NaN at both."""
     big = torch.finfo(dtype).max
     inf = float("inf")
     x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)

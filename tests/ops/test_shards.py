@@ -116,11 +116,11 @@ def test_every_isa(dtype, part, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_part(biased, dtype, part, backend):
-    """The signs of a shard's gradients show the dropout mask of the complete call.
+    """Gradients of a shard show the dropout mask Z of the complete call.
 
-    With the same P for all keys and dP = 1, dS = P (Z c - delta) is positive exactly where the
-    dropout mask Z is 1. Keys are the identity, so dQ is dS. The first columns of dO are the
-    identity too, so dV is Z^T P there.
+    All keys have the same weight P. Z scales kept weights by c = 1 / (1 - dropout_p), and their
+    gradient is 1, so dS = P (c Z - delta) is positive exactly where Z is 1. Keys are the identity,
+    so dQ is dS. The first columns of dO are the identity too, so dV is c P Z^T there.
     """
     batch, heads, seqlen_q, seqlen_k = sizes_of(part)
     there = {"dtype": dtype, "device": device_of(backend)}

@@ -81,7 +81,7 @@ def test_undefined_symbols_are_detected(tmp_path):
 
 
 def defines(path: Path, symbol: str) -> bool:
-    """Return True if a file defines a function, class, constant or field.
+    """Return True if a file defines `symbol`: a function, class, constant or field.
 
     Args:
         symbol: `name` or `Class.member`; in C++ `Class::member`. A C++ file defines it if each

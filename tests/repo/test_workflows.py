@@ -31,6 +31,13 @@ def test_workflows_call_existing_targets_and_files():
         assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))
 
 
+def test_tests_that_the_makefile_selects_exist():
+    """Each test name in the Makefile is, or begins, the name of a test function."""
+    names = set(re.findall(r"\btest_\w+(?=[ )\"])", (ROOT / "Makefile").read_text()))
+    code = "\n".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
+    assert names and not [name for name in names if not re.search(rf"^def {name}", code, re.M)]
+
+
 def test_modules_that_workflows_run_do_something():
     """Every module that a workflow runs with `python -m` has a `__main__` entry point.
 

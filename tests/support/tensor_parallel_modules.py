@@ -157,7 +157,7 @@ def gpt2_error() -> str:
 
 
 def sequence_parallel() -> Pairs:
-    """Return results of norms under SequenceParallel, and of sequence-sharded attention."""
+    """Return results of norms under SequenceParallel, and of HeadwiseParallel on sharded input."""
     from torch.distributed.tensor.parallel import SequenceParallel
 
     from fused_attn.distributed import HeadwiseParallel

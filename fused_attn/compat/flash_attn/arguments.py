@@ -61,8 +61,8 @@ def common_of(
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     if deterministic and not query.is_cpu and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
-            "deterministic=True requires torch.use_deterministic_algorithms(True) on GPUs, because "
-            "torch's kernels may compute the call"
+            "deterministic=True requires torch.use_deterministic_algorithms(True) on GPUs: without "
+            "it, the backward of some kernels is not deterministic"
         )
     return {
         "scale": softmax_scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -64,24 +64,24 @@ def flash_attn_varlen_func(
     options = common_of(
         "flash_attn_varlen_func", q, softmax_scale, softcap, deterministic, learnable_sink, keywords
     )
+    if cu_seqlens_k is None and (block_table is None or seqused_k is None):
+        raise TypeError("cu_seqlens_k must be given, except with both block_table and seqused_k")
+    starts = cast(Tensor, cu_seqlens_k)
     if block_table is not None or seqused_k is not None:
-        lengths = _lengths(cu_seqlens_k) if seqused_k is None else seqused_k
+        lengths = starts.diff() if seqused_k is None else seqused_k
         if block_table is None:
-            assert cu_seqlens_k is not None
-            rows = used_rows(cu_seqlens_k[:-1], lengths)
+            rows = used_rows(starts[:-1], lengths)
             k, v = k[rows], v[rows]
         else:
             rows = rows_of_pages(block_table, k.shape[1], lengths)
             k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
-        cu_seqlens_k = cumulative(lengths)
-    if cu_seqlens_k is None:
-        raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
+        starts = cumulative(lengths)
     total_q, used = q.shape[0], None
     if seqused_q is not None:
         used = used_rows(cu_seqlens_q[:-1], seqused_q)
         q, cu_seqlens_q = q[used], cumulative(seqused_q)
     results = varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        q, k, v, cu_seqlens_q, starts, max_seqlen_q, max_seqlen_k,
         mask_of(causal, window_size, alibi_slopes), dropout_p, return_lse=return_attn_probs,
         **options,
     )  # fmt: skip
@@ -119,9 +119,3 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **keywords
     )
-
-
-def _lengths(cu_seqlens: Tensor | None) -> Tensor:
-    if cu_seqlens is None:
-        raise TypeError("cu_seqlens_k must be given if seqused_k is None, got None")
-    return cu_seqlens.diff()

@@ -83,8 +83,8 @@ def _allow_generate_batch(library: Any) -> None:
         elif not model._supports_flash_attn:
             raise NotImplementedError(
                 f"fused_attn does not support {type(model).__name__} in continuous batching: "
-                "transformers passes lengths instead of masks, which only models that support "
-                "flash attention accept; call generate instead of generate_batch"
+                "transformers passes sequence lengths instead of masks, and only models that "
+                "support flash attention accept them; call generate instead of generate_batch"
             )
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

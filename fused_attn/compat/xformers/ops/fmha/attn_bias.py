@@ -297,7 +297,8 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
         for counts in zip(self.q_seqinfo.seqlen_py, self.k_seqinfo.seqlen_py, strict=True):
             if counts[1] < counts[0]:
                 raise ValueError(
-                    f"kv_seqlen must be at least q_seqlen {counts[0]}, got {counts[1]}"
+                    "kv_seqlen of each sequence must be at least its q_seqlen, got kv_seqlen "
+                    f"{counts[1]} and q_seqlen {counts[0]}"
                 )
 
 

@@ -120,7 +120,7 @@ def _try_unchecked(
             or (spec.bias is not None and spec.bias.requires_grad)
         )
     )
-    packed = trains and call.is_packed
+    packed = trains and spec is not None and spec.cu_seqlens_q is not None
     own = call.with_batch() if packed else call
     outputs = backend.attention_fwd(own, trains, want_lse)
     if outputs is None:

@@ -16,7 +16,7 @@ BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inp
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Where this is set, each process compiles all Python modules that it imports: 7 seconds for torch._dynamo.
+# Where this is set, each process compiles all Python modules that it imports: 5 seconds for torch._dynamo.
 unexport PYTHONDONTWRITEBYTECODE
 
 NO_INSTALL = { echo "make: pip install failed (see above). If the package index cannot be reached, check the \
@@ -265,9 +265,9 @@ format: $(VENV)/installed ## format the sources
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# This wheel may need a newer glibc than the wheels that .github/workflows/wheels.yml builds; auditwheel prints the version.
-# --exclude: the module must use the libgomp that torch loads, because two copies would each start a pool of
-# threads.
+# This wheel may need a newer glibc than the wheels that .github/workflows/wheels.yml builds; auditwheel prints
+# the version. --exclude: the module must use the libgomp that torch loads, because two copies would each start
+# a pool of threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 	$(SAY) "building the wheel: a minute, and longer if sources must be compiled"
 	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \

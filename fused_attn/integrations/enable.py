@@ -53,12 +53,12 @@ _enabled_counts: CallCounts | None = None
 def enable(*, call_sites: bool = False) -> CallCounts:
     """Run torch.nn.functional.scaled_dot_product_attention on this package's kernels.
 
-    They are registered process-wide, without changes to callers. It covers all code that calls the
+    The kernels are registered process-wide, without changes to callers, for all code that calls the
     function, under any name, including timm, diffusers, torch.nn.MultiheadAttention and the
     torch.nn Transformer layers. MultiheadAttention bypasses the function if need_weights=True.
     The torch.nn modules also bypass it on their C++ inference path, which
     torch.backends.mha.set_fastpath_enabled(False) disables.
-    `disable()` removes them. Repeated calls of `enable()` return the same counts.
+    `disable()` removes the kernels. Repeated calls of `enable()` return the same counts.
 
     Results differ from torch's in two cases. Fully masked rows give 0, where torch gives 0 or NaN
     depending on the path. Dropout drops different weights for the same torch.manual_seed.

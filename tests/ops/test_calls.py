@@ -137,6 +137,12 @@ def test_pool_gives_the_same_memory_again():
     assert new().data_ptr() == address
 
 
+@pytest.mark.parametrize("dtype", [-2, 4])
+def test_memory_of_unknown_dtypes_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype"):
+        _cpu.empty_tensor((2,), (1,), dtype)
+
+
 def test_small_blocks_keep_no_large_one_out_of_the_pool():
     def new(rows):
         return _cpu.empty_tensor((rows, 1000), (1000, 1), 0)

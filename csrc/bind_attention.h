@@ -64,7 +64,8 @@ struct AttentionReader {
   bool three_dims = false;
 
   // Fills *p. Returns false if these kernels do not support the call.
-  bool read(const py::handle& call, bool for_backward, int64_t num_threads, AttentionParams* p) {
+  bool read(const py::handle& call, bool for_backward, int64_t num_threads, AttentionParams* p,
+            const KeyRows& rows = {}) {
     if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "query"), &query) ||
         !float_view(FUSED_ATTN_ATTRIBUTE(call, "key"), &key) ||
         !float_view(FUSED_ATTN_ATTRIBUTE(call, "value"), &value)) {
@@ -77,7 +78,7 @@ struct AttentionReader {
     if (three_dims) {
       for (TensorView* const view : {&query, &key, &value}) as_one_sequence(view);
     }
-    if (!operands_fit(query, key, value, {}, &sizes) ||
+    if (!operands_fit(query, key, value, rows, &sizes) ||
         (key.shape[1] != query.shape[1] &&
          !py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa")))) {
       return false;
@@ -90,14 +91,11 @@ struct AttentionReader {
   }
 };
 
-// Runs the forward. Returns (out, lse, lse_residual, out_residual). lse is None unless it is
-// requested or a backward follows. lse_residual is None unless a backward follows. out_residual is
-// None unless a backward follows and out has a 16-bit type.
-py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
-                         int64_t num_threads) {
-  AttentionReader reader;
-  AttentionParams p{};
-  if (!reader.read(call, for_backward, num_threads, &p)) return py::none();
+// Runs the forward of a call that has been read. Returns (out, lse, lse_residual, out_residual).
+// lse is None unless it is requested or a backward follows. lse_residual is None unless a backward
+// follows. out_residual is None unless a backward follows and out has a 16-bit type.
+py::object run_forward(const AttentionReader& reader, bool for_backward, bool want_lse,
+                       AttentionParams p) {
   const TensorView& q = reader.query;
   const NumberType of_lse = type_of(statistics_of(p.dtype));
   const NumberType type = p.partial ? of_lse : NumberType{q.code, q.bits};
@@ -121,6 +119,60 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   }
   run_entry(&KernelTable::attention_fwd, p);
   return py::make_tuple(out, lse, lse_residual, out_residual);
+}
+
+py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
+                         int64_t num_threads) {
+  AttentionReader reader;
+  AttentionParams p{};
+  if (!reader.read(call, for_backward, num_threads, &p)) return py::none();
+  return run_forward(reader, for_backward, want_lse, p);
+}
+
+// Copies a block table, (batch, max_pages) of int32 or int64, because another thread may change the
+// tensor during the call. Entries beyond the end of a sequence are not read, and are 0 in the copy.
+// Returns an empty table if another entry is not a page.
+std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
+                                const AttentionParams& p) {
+  check_that(table.is_present && table.device.type == kDLCpu && table.code == kDLInt &&
+                 (table.bits == 32 || table.bits == 64) && table.ndim == 2 &&
+                 table.shape[0] == p.batch,
+             "block_table must be int32 or int64, with a row for each sequence");
+  check_within(p.seqlen_k, "seqlen_k", 0, p.page_size * table.shape[1]);
+  std::vector<int32_t> pages(p.batch * table.shape[1]);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t end = p.mask.bounds == nullptr
+                            ? p.seqlen_k
+                            : std::clamp<int64_t>(p.mask.bounds[b].key_end, 0, p.seqlen_k);
+    for (int64_t i = 0; i * p.page_size < end; ++i) {
+      const int64_t at = b * table.strides[0] + i * table.strides[1];
+      const int64_t page = table.bits == 32 ? static_cast<const int32_t*>(table.data)[at]
+                                            : static_cast<const int64_t*>(table.data)[at];
+      if (page < 0 || page >= num_pages) return {};
+      pages[b * table.shape[1] + i] = static_cast<int32_t>(page);
+    }
+  }
+  return pages;
+}
+
+// Runs the forward of at most kMaxPagedQueries queries on the first seqlen_k keys of each sequence
+// of a paged cache, and returns (out, lse). key and value of the call are the pages. Returns None
+// to reject the call.
+py::object attention_paged(const py::handle& call, const py::handle& block_table, int64_t seqlen_k,
+                           int64_t num_threads) {
+  AttentionReader reader;
+  AttentionParams p{};
+  if (seqlen_k <= 0 || !reader.read(call, false, num_threads, &p, {seqlen_k, true}) ||
+      reader.three_dims || p.seqlen_q < 1 || p.seqlen_q > kMaxPagedQueries || !p.decoding) {
+    return py::none();
+  }
+  p.page_size = reader.key.shape[2];
+  const std::vector<int32_t> pages = read_pages(view_of(block_table), reader.key.shape[0], p);
+  if (pages.empty()) return py::none();
+  p.block_table = pages.data();
+  p.max_pages = static_cast<int64_t>(pages.size()) / p.batch;
+  const py::tuple results = run_forward(reader, false, true, p);
+  return py::make_tuple(results[0], results[1]);
 }
 
 // Reads the strides of a tensor of shape (batch, num_heads, seqlen_q, dim), where q determines all

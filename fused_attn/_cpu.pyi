@@ -5,14 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.attention import AttentionCall, AttentionOutputs, UncheckedAttention
+from fused_attn.call.norm import NormCall, UncheckedNorm
 from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
 FIELDS: list[str]
+MAX_PAGED_QUERIES: int
 
-# The four passes return None if the call needs validation.
+# The passes return None if the call needs validation, or tensors in another layout.
 def attention_fwd(
     call: AttentionCall | UncheckedAttention,
     for_backward: bool,
@@ -26,6 +27,13 @@ def attention_bwd(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs_bias: bool,
+    num_threads: int,
+    /,
+) -> Any: ...
+def attention_paged(
+    call: AttentionCall | UncheckedAttention,
+    block_table: Tensor,
+    seqlen_k: int,
     num_threads: int,
     /,
 ) -> Any: ...

@@ -64,9 +64,9 @@ def decode_attention(
 
     Backend "cuda" reads pages in place and appends new keys and values in the attention kernel, if
     seqlen_q * num_heads / num_heads_kv is at most 64 and the rows of the cache are multiples of 16
-    bytes. Otherwise, and on CPUs, new keys and values are appended first, and pages are copied into
-    a contiguous tensor at each step. If the lengths are on a GPU, all pages in block_table are
-    copied.
+    bytes. Backend "cpp" reads pages in place for up to 4 queries of a sequence. Otherwise, pages
+    are copied into a contiguous tensor at each step; if the lengths are on a GPU, all pages in
+    block_table.
 
     Backend "flash" does the same with flash-attn 2, for pages of a multiple of 256 positions. It
     requires a head_dim that is a multiple of 8.
@@ -234,17 +234,23 @@ def _attend_on_cpu(
         return None
     if not options.prepare(query.shape[3]):
         return None
-    spec = spec_of_ends(update, query, is_causal)
+    longest, spec = update.ends[1], spec_of_ends(update, query, is_causal)
     call = UncheckedAttention(query, *update.caches, spec, False, True, options)
     backend = backend_for_unchecked(call, query.device, named)
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if backend is None or backend.wraps_torch:
         return None
+    if update.block_table is not None:
+        if rotation is not None and update.key is not None:
+            update, rotation = update._replace(key=rotate(update.key, rotation)), None
+        results = backend.attention_decode(call, update._replace(capacity=longest))
+        if results is not None:
+            return results
     if rotation is None:
         append(update)
     else:
         _rotate_and_append(update, rotation)
-    call.key, call.value = contiguous_rows(update, update.ends[1], backend.empty)
+    call.key, call.value = contiguous_rows(update, longest, backend.empty)
     outputs = backend.attention_fwd(call, False, want_lse)
     if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
         outputs = backend.attention_fwd(call.assume_checked(), False, want_lse)

@@ -43,6 +43,7 @@ struct Forward {
       if (tiles != nullptr && tiles->supports_decode(part)) return tiles->decode(part);
       return own::attention_decode(part);
     };
+    if (p.block_table != nullptr) return few(p);  // of at most kMaxPagedQueries queries
     return by_sequence(p, is_few, few, [&](const AttentionParams& part) {
       if (tiles != nullptr && wants_tiles(part)) return tiles->forward(part);
       return AttentionFwd<T>::run(part);

@@ -186,19 +186,19 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_decode(
-        self, call: AttentionCall, update: CacheUpdate
-    ) -> tuple[Tensor, Tensor] | None:
+    def attention_decode(self, call: Any, update: CacheUpdate) -> tuple[Tensor, Tensor] | None:
         """Append new keys and values to a KV cache, and attend to the cache.
 
         Args:
-            call: key and value are the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
+            call: an AttentionCall, or an UncheckedAttention if accepts_unchecked. key and value are
+                the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
                 num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
                 sequence. No tensor is empty.
             update: the cache, and the keys and values to append.
 
         Returns:
-            out and lse. None if no kernel supports the problem; the cache is then unchanged.
+            out and lse. None if no kernel supports the problem. The new rows may be in the cache
+            then; the caller appends them again.
         """
         return None
 

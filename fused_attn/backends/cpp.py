@@ -25,6 +25,7 @@ from fused_attn.call.attention import (
     UncheckedAttention,
     WeightsBackward,
 )
+from fused_attn.call.kv_cache import CacheUpdate, append
 from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs, UncheckedNorm
 from fused_attn.masks.spec import NO_MASK
 
@@ -179,6 +180,16 @@ class CppBackend(Backend):
         }
         _run_weights_bwd(call, fields, lse, grads.bias if needs_bias else None)
         return grads.query, grads.key, grads.bias
+
+    def attention_decode(
+        self, call: AttentionCall | UncheckedAttention, update: CacheUpdate
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implement `Backend.attention_decode` for a few queries and pages, read in place."""
+        table, seqlen_q = update.block_table, call.query.shape[2]
+        if table is None or seqlen_q > _cpu.MAX_PAGED_QUERIES:
+            return None
+        append(update)
+        return _run(_cpu.attention_paged, call, table, update.capacity, num_threads())
 
     def norm_fwd(
         self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool

@@ -16,8 +16,8 @@ from helpers import (
 )
 from mask_cases import FIELDS, MASKS
 
+from fused_attn import decode, decode_attention, masks
 from fused_attn import functional as F
-from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.backends.verdicts import WIDTHS
 from fused_attn.call.attention import AttentionCall, AttentionOptions
@@ -167,3 +167,29 @@ def test_heads_that_share_keys_see_others(rows, kind, backend):
         tensors[name][0, :, 448:] = tensors[name][1, :, 448:] = float("nan")
     for mask in (seen, seen[:, :, :1]):
         check(tensors, kind(mask), torch.float32, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("size", [3, 8, 48, 128], ids="pages of {}".format)
+def test_pages(size, isa, dtype, monkeypatch):
+    """Pages of any size are read in place, with the bits of a contiguous cache."""
+    capacity, lengths = 384, torch.tensor([384, 0, 130, 29])
+    used = torch.arange(capacity) < lengths.view(-1, 1, 1, 1)
+    table = torch.randperm(4 * capacity // size).view(4, -1)
+    options = {"cache_lengths": lengths, "return_lse": True}
+    window = masks.sliding_window(40, align="bottom_right")
+    shapes = (2, 2, 1, 64, 64), (12, 1, 2, 64, 96), (2, 1, 4, 20, 5)
+    for heads, heads_kv, seqlen_q, *dims in shapes:
+        tensors = random_qkv(4, heads, heads_kv, seqlen_q, capacity, *dims).values()
+        query, *caches = (t.to(dtype) for t in tensors)
+        caches = [t.masked_fill(~used.mT, torch.nan) for t in caches]
+        pages = [
+            t.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)[table.flatten().argsort()]
+            for t in caches
+        ]
+        for mask in (None, window):
+            expected = decode_attention(query, *caches, attn_mask=mask, **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(decode, "contiguous_rows", None)
+                got = decode_attention(query, *pages, attn_mask=mask, block_table=table, **options)
+            assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

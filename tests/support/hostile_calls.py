@@ -197,6 +197,10 @@ def bindings() -> Groups:
         results = tuple(outputs.values())
         return module.attention_bwd(call, results, grad_out, grad_lse, needs_bias, 1)
 
+    def paged(block_table: Any, seqlen_k: Any, num_threads: Any, **given: Any) -> Any:
+        step = replace(call, query=q[:, :, :2], options=AttentionOptions(0.2, decoding=True))
+        return module.attention_paged(replace(step, **given), block_table, seqlen_k, num_threads)
+
     def norm(num_threads: Any, seed: Any, p: Any, **given: Any) -> Any:
         norm_call = NormCall(bias=None, options=NormOptions(1e-5, False, p, seed), **given)
         return module.norm_fwd(norm_call, True, True, num_threads)
@@ -207,6 +211,9 @@ def bindings() -> Groups:
     result: Groups = {
         "_fwd": (fwd, {"query": q, "key": k, "value": v, "mask": MaskSpec(), "options": options}),
         "_masks": (lambda num_threads, **given: fwd(num_threads, mask=MaskSpec(**given)), tables),
+        "_paged": (paged, {
+            "query": q[:, :, :2], "key": k, "value": v, "mask": MaskSpec(), "num_threads": 1,
+            "block_table": ints(0, 1, 1, 0).view(2, 2), "seqlen_k": 9}),
         "_packed": (packed, {**ends, "max_seqlen_q": 3, "max_seqlen_k": 3}),
         "_bwd": (bwd, {
             **saved._asdict(), "grad_out": q, "grad_lse": saved.lse, "needs_bias": False}),

@@ -1,10 +1,11 @@
 // Attention forward for few queries and many keys, as in autoregressive decoding.
 //
 // Decoding is memory-bound: it reads 2 * head_dim elements per key. Each key and value is therefore
-// read once, in place, for all queries of all heads that share it. decode_tiles.h does this with
-// AMX if there are enough query rows, and decode_rows.h in all other cases. The keys are split
-// (split-KV). Splits have a fixed number of keys and are merged in a fixed order, so the result of
-// a sequence is bit-identical in any batch and with any number of threads.
+// read once, in place, for all queries of all heads that share it, also from pages (head_rows.h).
+// decode_tiles.h does this with AMX if there are enough query rows, and decode_rows.h in all other
+// cases. The keys are split (split-KV). Splits have a fixed number of keys and are merged in a
+// fixed order, so the result of a sequence is bit-identical in any batch and with any number of
+// threads.
 #pragma once
 
 #include <type_traits>
@@ -62,6 +63,8 @@ class AttentionDecode {
 #endif
   static constexpr int64_t kMaxQueries = kTiles ? 16 : DecodeRows<T>::kMaxQueries;
   static constexpr int64_t kLongKeys = 512;
+  static_assert(kMaxPagedQueries <= kMaxQueries && kMaxPagedQueries <= kPanel<A>,
+                "paged and contiguous caches must have the same kernel");
 
   template <class Kernel>
   static bool run_by(const AttentionParams& p) {

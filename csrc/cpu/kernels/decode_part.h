@@ -2,7 +2,7 @@
 // of all heads that share them.
 #pragma once
 
-#include "cpu/kernels/attention_common.h"
+#include "cpu/kernels/head_rows.h"
 #include "cpu/kernels/mask_rows.h"
 
 namespace fused_attn {

@@ -70,6 +70,8 @@ class DecodeRows {
       transpose(query_ + r * wide_qk_, wide_qk_, min64(kLane, shape_.rows - r), p_.head_dim,
                 columns, kLane);
     }
+    keys_ = HeadRows<T>(p_, p_.key, p_.key_strides, b, h_kv);
+    values_ = HeadRows<T>(p_, p_.value, p_.value_strides, b, h_kv);
     for (int64_t j = begin; j < end; j += kDecodeKeys) {
       block(b, h_kv, j, min64(kDecodeKeys, end - j));
     }
@@ -91,45 +93,41 @@ class DecodeRows {
 
   // Processes one KV block for all query rows.
   void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
-    const SequenceRows keys = key_rows(p_, b);
-    int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
     bool any = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
       kinds_[g] = mask_.classify(b, h_kv * shape_.group + g, 0, j, j + n);
       any = any || kinds_[g] != Tile::kSkip;
     }
     if (!any) return;
-    const T* const keys_at = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * key_stride;
-    const T* const value =
-        whole_vectors(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * value_stride, n,
-                      p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
-    ahead_ = {value, value_stride, p_.head_dim_v};
+    const bool padded = !by_columns_ && !by_keys_;
+    const Block<T> key = block_of(keys_, j, n, p_.head_dim, padded ? wide_qk_ : p_.head_dim, key_);
+    const Block<T> value =
+        block_of(values_, j, n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_);
+    ahead_ = {value, p_.head_dim_v};
     if (by_columns_) {
-      score_columns(keys_at, key_stride, n);
+      score_columns(key, n);
     } else if (by_keys_) {
       ahead_.take_turn(0, 1);
       const auto ahead = [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) ahead_.prefetch(t);
       };
-      products_.template multiply<kSumSteps>(keys_at, key_stride, n, p_.head_dim, query_, wide_qk_,
-                                             shape_.rows, scores_, kDecodeKeys, ahead);
+      products_.template multiply<kSumSteps>(key.chunks[0], key.stride, n, p_.head_dim, query_,
+                                             wide_qk_, shape_.rows, scores_, kDecodeKeys, ahead);
     } else {
-      int64_t stride = key_stride;
-      const T* const key = whole_vectors(keys_at, n, p_.head_dim, wide_qk_, key_, &stride);
-      for_rows([&](auto count, int64_t r) { score_rows<count>(key, stride, n, r); });
+      for_rows([&](auto count, int64_t r) { score_rows<count>(key, n, r); });
     }
     bool partial = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
       partial = partial || kinds_[g] != Tile::kFull;
       weigh({b, h_kv * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
     }
-    ahead_ = {keys_at + kDecodeKeys * key_stride, key_stride, p_.head_dim};
+    ahead_ = {in_place(keys_, j + kDecodeKeys, kDecodeKeys), p_.head_dim};
     // A masked value may be NaN, and 0 * NaN is NaN.
-    if (partial && !rows_finite(value, value_stride, n, p_.head_dim_v)) {
-      for (int64_t r = 0; r < shape_.rows; ++r) add_visible_values(value, value_stride, n, r);
+    if (partial && !all_finite(value, n)) {
+      for (int64_t r = 0; r < shape_.rows; ++r) add_visible_values(value, n, r);
       return;
     }
-    for_rows([&](auto count, int64_t r) { add_values<count>(value, value_stride, n, r); });
+    for_rows([&](auto count, int64_t r) { add_values<count>(value, n, r); });
   }
 
   // Calls f(count, first) for all query rows, in groups of kShare, then 2, then 1. `count` is a
@@ -149,26 +147,61 @@ class DecodeRows {
     if (left % 2 == 1) take(std::integral_constant<int, 1>());
   }
 
-  // Returns rows of `wide` elements: src itself, or a zero-padded copy in `buffer`. Updates *stride
-  // for a copy.
-  static const T* whole_vectors(const T* src, int64_t n, int64_t dim, int64_t wide, T* buffer,
-                                int64_t* stride) {
-    if (dim == wide) return src;
-    copy_rows(src, *stride, n, dim, buffer, n, wide);
-    *stride = wide;
-    return buffer;
+  // Rows of the keys or values of a block, in chunks of kSumSteps rows that are `stride` apart.
+  template <class E>
+  struct Block {
+    const E* row(int64_t t) const { return chunks[t / kSumSteps] + t % kSumSteps * stride; }
+
+    const E* chunks[kDecodeKeys / kSumSteps];  // null if there is no such row
+    int64_t stride;
+  };
+  static_assert(kSumSteps % kLane == 0, "vectors of keys must be in one chunk");
+
+  template <class E>
+  static Block<E> chunks_of(const E* rows, int64_t n, int64_t stride) {
+    Block<E> block{{}, stride};
+    for (int64_t t = 0; t < n; t += kSumSteps) block.chunks[t / kSumSteps] = rows + t * stride;
+    return block;
+  }
+
+  // Returns the block at row j, in pages of multiples of kSumSteps rows.
+  static Block<T> in_place(const HeadRows<T>& rows, int64_t j, int64_t n) {
+    Block<T> block{{}, rows.stride()};
+    for (int64_t t = 0; t < n && rows.has(j + t) && rows.has_runs(kSumSteps); t += kSumSteps) {
+      block.chunks[t / kSumSteps] = rows.at(j + t);
+    }
+    return block;
+  }
+
+  // Returns the block [j, j + n) with `wide` elements per row, in place if possible, else as a
+  // zero-padded copy in `buffer`.
+  Block<T> block_of(const HeadRows<T>& rows, int64_t j, int64_t n, int64_t dim, int64_t wide,
+                    T* buffer) const {
+    if (dim == wide && rows.is_run(j, n)) return chunks_of(rows.at(j), n, rows.stride());
+    if (dim == wide && rows.has_runs(kSumSteps) && !by_keys_) return in_place(rows, j, n);
+    rows.copy(j, n, dim, buffer, n, wide);
+    return chunks_of(static_cast<const T*>(buffer), n, wide);
+  }
+
+  bool all_finite(const Block<T>& value, int64_t n) const {
+    for (int64_t t = 0; t < n; t += kSumSteps) {
+      const int64_t count = min64(kSumSteps, n - t);
+      if (!rows_finite(value.row(t), value.stride, count, p_.head_dim_v)) return false;
+    }
+    return true;
   }
 
   // Computes QK^T of kCount query rows, kLane keys at a time. The last key is repeated past the
   // end.
   template <int kCount>
-  void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
+  void score_rows(const Block<T>& key, int64_t n, int64_t first) {
     const A* const query = query_ + first * wide_qk_;
     for (int64_t t = 0; t < n; t += kLane) {
+      const T* const rows = key.row(t);
       Vec<A> products[kCount][kLane];
       for (int64_t l = 0; l < kLane; ++l) {
         Vec<A> sum[2][kCount] = {};
-        const T* const row = key + min64(t + l, n - 1) * stride;
+        const T* const row = rows + min64(l, n - 1 - t) * key.stride;
         ahead_.prefetch(t + l);
         int64_t d = 0;
         for (; d + 2 * kLane <= wide_qk_; d += 2 * kLane) {
@@ -192,14 +225,14 @@ class DecodeRows {
   }
 
   // Computes QK^T of all query rows in tiles of kLane queries x kLane keys, with queries in lanes.
-  void score_columns(const T* key, int64_t stride, int64_t n) {
+  void score_columns(const Block<T>& key, int64_t n) {
     if constexpr (kTransposes) {
-      const A* const numbers = number_rows(key, n, &stride);
+      const Block<A> numbers = number_rows(key, n);
       for (int64_t r = 0; r < shape_.rows; r += kLane) {
         ahead_.take_turn(r / kLane, div_up(shape_.rows, kLane));
         for (int64_t t = 0; t < n; t += kLane) {
           Vec<A> sums[kLane];
-          multiply_columns(numbers + t * stride, stride, columns_ + r * p_.head_dim, t, sums);
+          multiply_columns(numbers.row(t), numbers.stride, columns_ + r * p_.head_dim, t, sums);
           transpose_tile(sums, kLane, scores_ + r * kDecodeKeys + t, kDecodeKeys);
         }
       }
@@ -243,17 +276,15 @@ class DecodeRows {
   }
 
   // Returns the keys as A, zero-padded to a multiple of kLane keys: in place if possible, else in
-  // key_numbers_. Updates *stride for a copy.
-  const A* number_rows(const T* key, int64_t n, int64_t* stride) {
-    if constexpr (sizeof(T) == sizeof(A)) {
+  // key_numbers_.
+  Block<A> number_rows(const Block<T>& key, int64_t n) {
+    if constexpr (std::is_same_v<T, A>) {
       if (n % kLane == 0) return key;
     }
-    for (int64_t t = 0; t < n; ++t) {
-      load_row(key + t * *stride, p_.head_dim, key_numbers_ + t * p_.head_dim);
-    }
-    *stride = p_.head_dim;
-    memset(key_numbers_ + n * *stride, 0, (round_up(n, kLane) - n) * *stride * sizeof(A));
-    return key_numbers_;
+    const int64_t dim = p_.head_dim, high = round_up(n, kLane);
+    for (int64_t t = 0; t < n; ++t) load_row(key.row(t), dim, key_numbers_ + t * dim);
+    memset(key_numbers_ + n * dim, 0, (high - n) * dim * sizeof(A));
+    return chunks_of(static_cast<const A*>(key_numbers_), high, dim);
   }
 
   // Converts the scores of one head to weights: applies scale, mask, softmax and dropout.
@@ -330,36 +361,35 @@ class DecodeRows {
   // Accumulates PV of kCount query rows into out, with partial sums of kSumSteps keys, which limit
   // the rounding error.
   template <int kCount>
-  void add_values(const T* value, int64_t stride, int64_t n, int64_t first) {
-    const A* const weights = scores_ + first * kDecodeKeys;
+  void add_values(const Block<T>& value, int64_t n, int64_t first) {
     A* const out = part_.out + first * shape_.wide;
     const int64_t vectors = div_up(p_.head_dim_v, kLane);
-    for (int64_t begin = 0; begin < n; begin += kSumSteps) {
-      const int64_t end = min64(begin + kSumSteps, n);
+    for (int64_t t = 0; t < n; t += kSumSteps) {
+      const int64_t count = min64(kSumSteps, n - t);
       int64_t c = 0;
       for (; c + kWide <= vectors; c += kWide) {
-        add_features<kCount, kWide>(value, stride, begin, end, weights, c, out);
+        add_features<kCount, kWide>(value, t, count, first, c, out);
       }
-      for (; c < vectors; ++c) {
-        add_features<kCount, 1>(value, stride, begin, end, weights, c, out);
-      }
+      for (; c < vectors; ++c) add_features<kCount, 1>(value, t, count, first, c, out);
     }
   }
 
-  // Accumulates kVectors vectors of features of PV, from vector c on, over keys [begin, end).
+  // Accumulates kVectors vectors of features of PV, from vector c on, over `count` keys from t on,
+  // which are in one chunk.
   template <int kCount, int kVectors>
-  void add_features(const T* value, int64_t stride, int64_t begin, int64_t end, const A* weights,
-                    int64_t c, A* out) const {
-    value += c * kLane;
+  void add_features(const Block<T>& value, int64_t t, int64_t count, int64_t first, int64_t c,
+                    A* out) const {
+    const T* const rows = value.row(t) + c * kLane;
+    const A* const weights = scores_ + first * kDecodeKeys + t;
     out += c * kLane;
     Vec<A> sum[kCount][kVectors] = {};
-    for (int64_t t = begin; t < end; ++t) {
-      if (c == 0) ahead_.prefetch(t);
+    for (int64_t l = 0; l < count; ++l) {
+      if (c == 0) ahead_.prefetch(t + l);
       Vec<A> x[kVectors];
-      for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(value + t * stride + v * kLane);
+      for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(rows + l * value.stride + v * kLane);
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
-        const A weight = weights[i * kDecodeKeys + t];
+        const A weight = weights[i * kDecodeKeys + l];
         for (int v = 0; v < kVectors; ++v) sum[i][v] += x[v] * weight;
       }
     }
@@ -372,13 +402,13 @@ class DecodeRows {
   }
 
   // Accumulates PV of one query row into out, skipping keys with weight 0.
-  void add_visible_values(const T* value, int64_t stride, int64_t n, int64_t row) {
+  void add_visible_values(const Block<T>& value, int64_t n, int64_t row) {
     A* const out = part_.out + row * shape_.wide;
     for (int64_t t = 0; t < n; ++t) {
       const A weight = scores_[row * kDecodeKeys + t];
       if (weight == 0) continue;
       for (int64_t d = 0; d < p_.head_dim_v; d += kLane) {
-        store(out + d, load(out + d) + load_as<T>(value + t * stride + d) * weight);
+        store(out + d, load(out + d) + load_as<T>(value.row(t) + d) * weight);
       }
     }
   }
@@ -389,7 +419,7 @@ class DecodeRows {
   class Ahead {
    public:
     Ahead() = default;
-    Ahead(const T* rows, int64_t stride, int64_t dim) : rows_(rows), stride_(stride), dim_(dim) {}
+    Ahead(const Block<T>& rows, int64_t dim) : rows_(rows), dim_(dim) {}
 
     void take_turn(int64_t turn, int64_t turns) {
       const int64_t lines = div_up(dim_, kLine);
@@ -398,14 +428,15 @@ class DecodeRows {
     }
 
     void prefetch(int64_t t) const {
-      const T* const row = rows_ + t * stride_;
+      if (rows_.chunks[t / kSumSteps] == nullptr) return;
+      const T* const row = rows_.row(t);
       for (int64_t d = begin_; d < end_; d += kLine) __builtin_prefetch(row + d, 0, 2);
     }
 
    private:
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-    const T* rows_;
-    int64_t stride_, dim_, begin_, end_;
+    Block<T> rows_{};
+    int64_t dim_ = 0, begin_ = 0, end_ = 0;
   };
 
   const AttentionParams& p_;
@@ -418,7 +449,8 @@ class DecodeRows {
   const bool by_columns_;  // compute QK^T with queries in lanes
   const bool has_products_;
   RowProducts<T> products_;
-  Ahead ahead_{};
+  Ahead ahead_;
+  HeadRows<T> keys_, values_;  // of the current key/value head
   DecodePart<A> part_{};
   bool by_keys_ = false;  // compute QK^T with keys in lanes
   Arena arena_;

@@ -53,8 +53,8 @@ class DecodeTiles {
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<float>& part) {
     b_ = b;
     h_kv_ = h_kv;
-    keys_ = at_head<T>(p_.key, p_.key_strides, key_rows(p_, b), h_kv);
-    values_ = at_head<T>(p_.value, p_.value_strides, key_rows(p_, b), h_kv);
+    keys_ = HeadRows<T>(p_, p_.key, p_.key_strides, b, h_kv);
+    values_ = HeadRows<T>(p_, p_.value, p_.value_strides, b, h_kv);
     for (int64_t i = 0; i < num_query_tiles_; ++i) begin_query_tile(i);
     for (int64_t j = begin; j < end; j += kTileKeys) block(j, min64(kTileKeys, end - j));
     for (int64_t i = 0; i < num_query_tiles_; ++i) end_query_tile(query_tiles_[i], part);
@@ -92,11 +92,14 @@ class DecodeTiles {
    public:
     void begin(const DecodeTiles& self, int64_t j) {
       const AttentionParams& p = self.p_;
-      key_ = {self.keys_ + j * p.key_strides[2], p.key_strides[2], p.head_dim};
-      value_ = {self.values_ + j * p.value_strides[2], p.value_strides[2], p.head_dim_v};
       rows_ = 0;
       d_ = 0;
-      lines = left_ = kTileKeys * (div_up(p.head_dim, kLine) + div_up(p.head_dim_v, kLine));
+      lines = kTileKeys * (div_up(p.head_dim, kLine) + div_up(p.head_dim_v, kLine));
+      left_ = 0;
+      if (!self.keys_.is_run(j, kTileKeys) || !self.keys_.has(j)) return;
+      key_ = {self.keys_.at(j), self.keys_.stride(), p.head_dim};
+      value_ = {self.values_.at(j), self.values_.stride(), p.head_dim_v};
+      left_ = lines;
     }
 
     FUSED_ATTN_INLINE void prefetch(int64_t count) {
@@ -169,8 +172,8 @@ class DecodeTiles {
     }
     if (!any) return;
     ahead_.begin(*this, j + kTileKeys);
-    const T* rows[kTileKeys];
-    list_rows(values_, p_.value_strides[2], j, n, kTileKeys, rows);
+    const T* rows[kTileKeys] = {};
+    values_.list(j, n, rows);
     Pack::values(
         rows, kTileKeys, p_.head_dim_v, steps_v_, [](int i) { return F::unwoven(i); }, &block_,
         [this] { ahead_.prefetch(F::kParts); });
@@ -187,20 +190,20 @@ class DecodeTiles {
 
   // Returns the keys of a block: in place if possible, otherwise copied or packed into key_.
   KeyTiles key_tiles(int64_t j, int64_t n) {
-    int64_t stride = p_.key_strides[2];
     if constexpr (F::kParts == 1) {
-      const T* key = keys_ + j * stride;
-      if (n < kTileKeys || p_.head_dim != steps_ * kTileSteps) {
-        T* const copy = reinterpret_cast<T*>(key_);
-        copy_rows(key, stride, n, p_.head_dim, copy, kTileKeys, steps_ * kTileSteps);
-        key = copy;
-        stride = steps_ * kTileSteps;
+      int64_t stride = steps_ * kTileSteps;
+      const T* key = reinterpret_cast<T*>(key_);
+      if (n == kTileKeys && p_.head_dim == stride && keys_.is_run(j, n)) {
+        key = keys_.at(j);
+        stride = keys_.stride();
+      } else {
+        keys_.copy(j, n, p_.head_dim, reinterpret_cast<T*>(key_), kTileKeys, stride);
       }
       return {reinterpret_cast<const uint16_t*>(key), 32 * stride, 16 * stride, kTileSteps,
               2 * stride};
     }
-    const T* rows[kTileKeys];
-    list_rows(keys_, stride, j, n, kTileKeys, rows);
+    const T* rows[kTileKeys] = {};
+    keys_.list(j, n, rows);
     const int64_t pair = Pack::size(2 * kTileRows, steps_);
     for (int64_t half = 0; half < 2; ++half) {
       Pack::left(rows + half * 2 * kTileRows, p_.head_dim, steps_, key_ + half * pair,
@@ -340,7 +343,7 @@ class DecodeTiles {
 
   // Accumulates a non-finite value, which is packed as 0, for the query rows that attend to it.
   void add_nonfinite(const QueryTile& query_tile, int64_t j, int64_t t) {
-    const T* const value = values_ + (j + t) * p_.value_strides[2];
+    const T* const value = values_.at(j + t);
     for (uint32_t r = 0; r < query_tile.rows; ++r) {
       const float weight = F::weight(weights_ + t / 32 * F::kParts * kPairNumbers + r * kTileSteps +
                                      F::woven(static_cast<int>(t % 32)));
@@ -379,7 +382,7 @@ class DecodeTiles {
   TileRegisters registers_;
   Arena arena_;
   int64_t b_ = 0, h_kv_ = 0;
-  const T *keys_, *values_;  // first rows of the current key/value head
+  HeadRows<T> keys_, values_;  // of the current key/value head
   Ahead ahead_;
   QueryTile* query_tiles_;
   Tile* kinds_;  // (group), of the current block

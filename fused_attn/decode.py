@@ -282,7 +282,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Append new keys and values, and return out and lse, on any device and backend."""
     update = update._replace(lengths=torch.as_tensor(update.lengths, device=query.device))
-    mask = with_cache_lengths(attn_mask, is_causal, update.lengths, update.seqlen_new)
+    mask = with_cache_lengths(
+        attn_mask, is_causal, update.lengths, update.seqlen_new, query.shape[2]
+    )
     if needs_grad(*mask.biases):
         raise ValueError(NO_GRAD.format(name="attn_mask"))
     batch, num_heads, seqlen_q, _ = query.shape

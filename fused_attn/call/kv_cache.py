@@ -21,6 +21,7 @@ from fused_attn.call.validation import (
     check_same,
 )
 from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.masks.mask import diagonals
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec, normalize
 
@@ -203,7 +204,7 @@ def _check_pages(block_table: Tensor, cache: Tensor, ends: Tensor) -> None:
 
 
 def with_cache_lengths(
-    mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int
+    mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int, seqlen_q: int
 ) -> Mask:
     """Return the mask restricted to cached and new positions.
 
@@ -212,11 +213,15 @@ def with_cache_lengths(
 
     def make() -> Mask:
         # The sum is always a new tensor. The cached mask must not reference `lengths`.
-        whole = masks.padding(lengths + seqlen_new)
-        whole = whole & CAUSAL if is_causal else whole
+        ends = lengths + seqlen_new
+        whole = masks.padding(ends)
+        if is_causal and mask is not None and mask.paddings:  # which would move the diagonal
+            whole &= diagonals(UNLIMITED, 0, ends.long() - seqlen_q)
+        elif is_causal:
+            whole &= CAUSAL
         return whole if mask is None else mask & whole
 
-    key = ("decode", is_causal, seqlen_new)
+    key = ("decode", is_causal, seqlen_new, seqlen_q)
     if mask is None:
         return recall_on_tensor(lengths, key, [lengths], make)
     return recall(mask.memo, key, [lengths], lengths.device, make)

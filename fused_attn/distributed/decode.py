@@ -117,7 +117,9 @@ def decode_attention(
         cache_lengths, query, seqlen_new, sharding.length, plain_eager(query)
     )
     lengths = torch.as_tensor(given_lengths, device=query.device)
-    mask = with_cache_lengths(whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new)
+    mask = with_cache_lengths(
+        whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new, seqlen_q
+    )
     spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
     if key is not None and value is not None:
         for cache, new in ((key_cache, key), (value_cache, value)):

@@ -28,12 +28,13 @@ ALIGNMENTS = ("top_left", "bottom_right")
 class _Band:
     """Diagonal band: key j is visible to query i if -left <= j - (i + offset) <= right.
 
-    The offset is 0 for "top_left" and len_k - len_q of the sequence for "bottom_right".
+    The offset is 0 for "top_left", len_k - len_q of the sequence for "bottom_right", and `align`
+    itself if it is a tensor, int64 (batch,).
     """
 
     left: int
     right: int
-    align: str
+    align: str | Tensor
 
 
 @dataclass(frozen=True)
@@ -241,11 +242,15 @@ def sliding_window(left: int, right: int = 0, align: str = "top_left") -> Mask:
     return Mask(bands=(_Band(left, right, align),))
 
 
-def diagonals(left: int, right: int) -> Mask:
-    """Return the mask -left <= j - i <= right; as in `sliding_window`, but left may be negative."""
+def diagonals(left: int, right: int, offset: Tensor | None = None) -> Mask:
+    """Return the mask -left <= j - i - offset <= right. left may be negative.
+
+    Args:
+        offset: int64 (batch,). Padding does not change it. None means 0.
+    """
     if left >= UNLIMITED and right >= UNLIMITED:
         return Mask()
-    return Mask(bands=(_Band(left, right, "top_left"),))
+    return Mask(bands=(_Band(left, right, "top_left" if offset is None else offset),))
 
 
 def padding(

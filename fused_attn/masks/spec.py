@@ -302,7 +302,8 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
             columns["query_begin"] = _maximum(columns["query_begin"], seqlen_q - queries)
     bottom_right = columns["key_end"] - columns["query_end"]
     for band in mask.bands:
-        offset = bottom_right if band.align == "bottom_right" else 0
+        given = band.align if isinstance(band.align, Tensor) else 0
+        offset = bottom_right if band.align == "bottom_right" else given
         if band.left < UNLIMITED:
             columns["band_lo"] = _maximum(columns["band_lo"], offset - band.left)
         if band.right < UNLIMITED:

@@ -36,7 +36,8 @@ def factor_of(gradient: bool) -> float:
 
 def limit(factor: float, eager_error: float, largest_value: float, dtype: torch.dtype) -> float:
     """Return the maximum error that the contract allows for a result in `dtype`."""
-    return factor * eager_error + torch.finfo(dtype).eps * largest_value
+    numbers = torch.finfo(dtype)
+    return factor * eager_error + numbers.eps * max(largest_value, numbers.smallest_normal)
 
 
 def errors(

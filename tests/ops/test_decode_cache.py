@@ -95,10 +95,12 @@ def cached(lengths, new, layout, mask=None, **options):
                 for got, expected in zip(cache.before, cache.after, strict=True):
                     assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
                 return results
-            own = masks.padding([n + new for n in lengths])
+            ends = torch.tensor(lengths).view(-1, 1, 1, 1) + new
+            own = masks.padding(ends.flatten())
             own = own if whole is None else whole & own
-            if options.get("is_causal", True):
-                own = own & masks.causal("bottom_right")
+            if options.get("is_causal", True):  # not `causal`, whose diagonal depends on the mask
+                rows = ends - query.shape[2] + torch.arange(query.shape[2]).view(-1, 1)
+                own = own & masks.dense(torch.arange(key.shape[2]) <= rows)
             rest = {n: v for n, v in options.items() if n != "is_causal"}
             return F.scaled_dot_product_attention(
                 query, key, value, own, enable_gqa=True, return_lse=True, backend="eager", **rest

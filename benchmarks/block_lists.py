@@ -71,7 +71,7 @@ def rows(longest: int) -> list[dict[str, Any]]:
             break
         shape = (1, 1, length, length)
         for name, (mask, mask_mod) in cases(length).items():
-            spec = normalize(mask, *shape, torch.empty(0))
+            spec = normalize(mask, *shape, torch.device("cpu"))
             ours = milliseconds(
                 lambda: block_lists(intervals_of(spec, shape, torch.device("cpu")), BLOCK_SIZE)  # noqa: B023
             )

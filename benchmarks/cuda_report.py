@@ -162,7 +162,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     batch, heads, length = 1, 2, 256
     query = torch.empty(batch, heads, length, head_dim, dtype=dtype)
     mask = masks.bias(torch.zeros(length, length))
-    biased = normalize(mask, batch, heads, length, length, query)
+    biased = normalize(mask, batch, heads, length, length, query.device)
     backend = get_backend("cuda")
     backend.attention_fwd(
         AttentionCall(query[:, :, :1], query, query, MaskSpec(), AttentionOptions(1.0, softcap)),

@@ -90,7 +90,7 @@ def measure(name: str) -> dict[str, Any]:
     mask_mod, lengths = MODS[name]
     mask, leaves = masks.from_mask_mod(mask_mod), leaves_of(lengths)
     begin = time.perf_counter()
-    kind = normalize(mask, 1, HEADS, *lengths, leaves[0]).kind
+    kind = normalize(mask, 1, HEADS, *lengths, leaves[0].device).kind
     seconds = time.perf_counter() - begin
     dense = masks.dense(create_mask(mask_mod, 1, 1, *lengths, device="cpu"))
     for got, expected in zip(results_of(leaves, mask), results_of(leaves, dense), strict=True):
@@ -118,7 +118,7 @@ def long_causal() -> dict[str, Any]:
     query, key, value = (leaf.detach() for leaf in leaves_of((LONG, LONG)))
     mask = masks.from_mask_mod(gym.causal_mask)
     memory = CpuMeter().memory(
-        lambda: normalize(masks.from_mask_mod(gym.causal_mask), 1, HEADS, LONG, LONG, query)
+        lambda: normalize(masks.from_mask_mod(gym.causal_mask), 1, HEADS, LONG, LONG, query.device)
     )
     own, causal = milliseconds(
         lambda: scaled_dot_product_attention(query, key, value, mask),

@@ -137,7 +137,7 @@ class Pairs:
 
     def __init__(self, mask: Mask | None, length: int) -> None:
         shape = (1, 1, length, length)
-        spec = normalize(mask, *shape, torch.empty(0))
+        spec = normalize(mask, *shape, torch.device("cpu"))
         self.visible = VisibleKeys(spec, shape)
         intervals = intervals_of(spec, shape, torch.device("cpu"))
         if not intervals.exact:

@@ -288,7 +288,7 @@ def _attend(
     if needs_grad(*mask.biases):
         raise ValueError(NO_GRAD.format(name="attn_mask"))
     batch, num_heads, seqlen_q, _ = query.shape
-    spec = normalize(mask, batch, num_heads, seqlen_q, update.capacity, query)
+    spec = normalize(mask, batch, num_heads, seqlen_q, update.capacity, query.device)
     call = attention_call(query, *update.caches, spec, options)
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
     empty = update.capacity == 0 or any(0 in t.shape for t in (query, *update.caches))
@@ -340,6 +340,6 @@ def _narrowed(
         needed = None
     elif shortest == longest == seqlen_q:
         needed = masks.causal()
-    spec = normalize(needed, batch, num_heads, seqlen_q, longest, call.query)
+    spec = normalize(needed, batch, num_heads, seqlen_q, longest, call.query.device)
     keys, values = call.key[:, :, :longest], call.value[:, :, :longest]
     return replace(call, key=keys, value=values, mask=spec)

@@ -243,7 +243,7 @@ def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpe
     if shortest == longest:
         if not is_causal:
             return NO_MASK
-        return normalize(CAUSAL, batch, num_heads, seqlen_q, longest, query)
+        return normalize(CAUSAL, batch, num_heads, seqlen_q, longest, query.device)
     lengths = update.lengths
     columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
     rows = []

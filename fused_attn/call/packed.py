@@ -47,7 +47,7 @@ def packed_spec(
         check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
         within = _with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
         batch = starts_q.shape[0] - 1
-        spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query)
+        spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query.device)
         band = spec.band
         if band is not None:  # lengths other than those of the sequences need `bounds`
             same = 0 if cu_seqlens_q is cu_seqlens_k else None

@@ -202,7 +202,7 @@ def attention_call(
     options = options.checked(head_dim, query.device)
     check_length(seqlen_q, key.shape[2])
     if not isinstance(mask, MaskSpec):
-        mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
+        mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query.device)
     if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
         raise ValueError(
             f"attn_mask must not be float64 if query is {query.dtype}; pass attn_mask.float()"

@@ -262,7 +262,7 @@ def _spec(
     of_queries, of_keys = call.cu_seqlens
     lengths = shards.queries.length, shards.keys.length
     if of_queries is None:
-        return normalize(mask, query.shape[0], num_heads, *lengths, query), None
+        return normalize(mask, query.shape[0], num_heads, *lengths, query.device), None
     of_keys = of_queries if of_keys is None else of_keys
     starts = of_queries.tolist(), of_keys.tolist()
     longest = [max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts]

@@ -138,7 +138,7 @@ def _spec(
     device = next((t.device for t in (*tensors, cu_seqlens) if t is not None), None)
     row = torch.empty(1, num_heads, 1, device=device)
     if cu_seqlens is None:
-        return normalize(mask, batch, num_heads, length, length, row)
+        return normalize(mask, batch, num_heads, length, length, row.device)
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     rows = row.expand(length, -1, -1)

@@ -120,7 +120,7 @@ def decode_attention(
     mask = with_cache_lengths(
         whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new, seqlen_q
     )
-    spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
+    spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query.device)
     if key is not None and value is not None:
         for cache, new in ((key_cache, key), (value_cache, value)):
             _append(cache, new, lengths, sharding, ranks.rank)

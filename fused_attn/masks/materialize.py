@@ -82,7 +82,7 @@ def _visible_rows(
     """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
     seqlen_k)."""
     batch, heads, _, seqlen_k = shape
-    spec = normalize(mask, *shape, torch.empty(0, device=device))
+    spec = normalize(mask, *shape, device)
     spec = replace(spec, **cut_tensors(spec, q=slice(rows.start, rows.stop)))
     visible, _ = materialize(
         spec, batch, heads, len(rows), seqlen_k, device, torch.float32, first_row=rows.start

@@ -38,7 +38,7 @@ def dense_head_mask(
     batch, num_heads = sizes_of(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
     cpu = torch.device("cpu")
-    spec = normalize(mask.to(cpu), *sizes, torch.empty(0))
+    spec = normalize(mask.to(cpu), *sizes, torch.device("cpu"))
     visible, added = materialize(spec, *sizes, cpu, torch.float32)
     visible = torch.ones((), dtype=torch.bool) if visible is None else visible
     of_head = visible.expand(sizes)[sequence, head]

@@ -178,21 +178,20 @@ _BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def normalize(
-    mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, query: Tensor
-) -> MaskSpec:
-    """Return the MaskSpec of a Mask for this shape, cached on the Mask.
+    mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int,
+    device: torch.device,
+) -> MaskSpec:  # fmt: skip
+    """Return the MaskSpec of a Mask for this shape and device, cached on the Mask.
 
-    Args:
-        mask: None means that every position is visible.
-        query: only its device is used.
+    None means that every position is visible.
 
     Raises:
         ValueError: a tensor of the mask does not fit the shape, or is on another device.
     """
     if mask is None:
         return MaskSpec()
-    shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
-    key = (shape, device)
+    shape = batch, num_heads, seqlen_q, seqlen_k
+    key = shape, device
     return recall(mask.memo, key, mask.tensors(), device, lambda: _normalize(mask, shape, device))
 
 

@@ -54,7 +54,7 @@ def arguments_of(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
 
     def spec() -> MaskSpec:
-        made = normalize(as_mask(attn_mask, is_causal), *shape, query)
+        made = normalize(as_mask(attn_mask, is_causal), *shape, query.device)
         refuse_unknown_fields(made, "sdpa")
         if not bias_fits(made, query.dtype):
             raise ValueError  # caught below; validation raises it again, with a message

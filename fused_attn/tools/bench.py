@@ -137,7 +137,7 @@ def measure(
         sample_sequences = packed_sequences(shape, device, sample.batch)
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
-        mask=normalize(own_mask, *shape.scores, padded["query"]).kind, seqlen_k=shape.seqlen_k,
+        mask=normalize(own_mask, *shape.scores, device).kind, seqlen_k=shape.seqlen_k,
         bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
         dropout=dropout_p > 0, needs_grad=backward,
         packed=packed,

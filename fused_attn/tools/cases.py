@@ -264,8 +264,9 @@ def tensors_of(
     Returns:
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     """
-    spec = normalize(mask, *shape.scores, torch.empty(0, device=device))
-    visible, bias = materialize(spec, *shape.scores, torch.device(device), dtype)
+    device = torch.device(device)
+    spec = normalize(mask, *shape.scores, device)
+    visible, bias = materialize(spec, *shape.scores, device, dtype)
     if visible is not None:
         first = visible[:, :, :1]
         if torch.equal(first.expand_as(visible), visible):  # the mask does not depend on the query

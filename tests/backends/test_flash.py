@@ -72,7 +72,7 @@ def drawn(number, with_alibi):
         query, key = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key))
     hidden = None
     if padding is not None:
-        hidden = ~visible_of(normalize(padding, *shape, query), shape)[:, 0].any(1)
+        hidden = ~visible_of(normalize(padding, *shape, query.device), shape)[:, 0].any(1)
     return (query, key, value), {"attn_mask": mask, "enable_gqa": True, "scale": 0.3}, hidden
 
 

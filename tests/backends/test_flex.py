@@ -54,7 +54,7 @@ def problem(number):
         if draw.random() < 0.4:
             sizes = [draw.choice([1, size]) for size in shape]
             mask = mask & masks.bias(torch.randn(*sizes, generator=generator))
-        spec = normalize(mask, *shape, torch.empty(0))
+        spec = normalize(mask, *shape, torch.device("cpu"))
     batch, heads, seqlen_q, seqlen_k = shape
     query = torch.randn(batch, heads, seqlen_q, 16)
     key, value = torch.randn(2, batch, heads_kv, seqlen_k, 16)
@@ -240,7 +240,7 @@ def test_compilations_are_bounded(monkeypatch):
                 query,
                 key,
                 key,
-                normalize(MASKS[name](*shape), *shape, query),
+                normalize(MASKS[name](*shape), *shape, query.device),
                 AttentionOptions(0.25),
             )
             with torch.no_grad():
@@ -397,7 +397,7 @@ def test_large_scores_are_counted():
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
-    there = replace(there, mask=normalize(None, 2, 8, 4096, 4096, there.query))
+    there = replace(there, mask=normalize(None, 2, 8, 4096, 4096, there.query.device))
     for cap, result, expected in ((0.0, "out", False), (5.0, "out", True), (0.0, "lse", True)):
         options = AttentionOptions(0.1, cap)
         assert problem_of(replace(there, options=options), result).large_scores == expected

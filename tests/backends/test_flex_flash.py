@@ -92,7 +92,7 @@ def operands_of(mask, batch):
         like = query[0].transpose(0, 1)
         spec = packed_spec(like, like, starts, starts, 150, 150, masks.causal(), False)
     else:
-        spec = normalize(mask, batch, 2, 300, 300, query)
+        spec = normalize(mask, batch, 2, 300, 300, query.device)
     call = AttentionCall(query, query, query, spec, AttentionOptions(0.25))
     return variant_of(call, False)
 

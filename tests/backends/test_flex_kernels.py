@@ -82,7 +82,7 @@ class Problem:
             spec = packed_spec(*like, starts, starts, longest, longest, mask, False)
         else:
             shape = (*query.shape[:3], key.shape[2])
-            spec = normalize(mask, *shape, query)
+            spec = normalize(mask, *shape, query.device)
         return AttentionCall(*tensors.values(), spec, AttentionOptions(0.25, self.softcap))
 
     def leaves(self, call):

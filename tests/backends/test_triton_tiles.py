@@ -66,12 +66,12 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 
 
 def check_kinds(mask):
-    spec = without_tables(normalize(mask, *SHAPE, torch.empty(0)), SHAPE[3])
+    spec = without_tables(normalize(mask, *SHAPE, torch.device("cpu")), SHAPE[3])
     wanted, (block_m, block_n) = tile_kinds(spec, *SHAPE, torch.float32)
     # The CPU may classify a shorter last block as full, because it loads no keys beyond the end.
     ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
-    spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))
+    spec = normalize(mask.to(DEVICE), *SHAPE, DEVICE)
     spec = without_tables(spec, SHAPE[3])
     got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), block_m, block_n, DEVICE).cpu()
     assert torch.equal(got.expand_as(wanted), wanted)
@@ -136,7 +136,7 @@ def test_columns_of_tiles_agree_with_rows(names):
     """
     block_m, block_n = 16, 32
     mask = combined(names, SHAPE).to(DEVICE)
-    spec = normalize(mask, *SHAPE, torch.empty(0, device=DEVICE))
+    spec = normalize(mask, *SHAPE, DEVICE)
     sizes = sizes_of(spec, SHAPE)
     rows = attention.tile_kinds(spec, sizes, block_m, block_n, DEVICE)[:, 0]
     kinds = torch.full_like(rows, 9)

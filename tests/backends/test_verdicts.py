@@ -188,7 +188,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
     mask = make_mask(name, shape)
     call = UncheckedAttention(query, key, value, mask, False, True, AttentionOptions(None, None))
     assert call.prepare() and call.resolve_mask() is not None
-    spec = normalize(mask, 2, 4, 30, 40, query)
+    spec = normalize(mask, 2, 4, 30, 40, query.device)
     assert problem_of(call.assume_checked()) == problem_of(
         AttentionCall(query, key, value, spec, AttentionOptions(1.0))
     )

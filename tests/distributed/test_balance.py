@@ -41,7 +41,7 @@ def packed_documents(lengths):
 
 
 def work_of(mask, length, batch=1):
-    spec = normalize(mask, batch, 1, length, length, torch.empty(0))
+    spec = normalize(mask, batch, 1, length, length, torch.device("cpu"))
     return VisibleKeys(spec, (batch, 1, length, length)).work
 
 
@@ -126,7 +126,9 @@ def test_keys_of_the_same_document_stay_together():
     """Ranks receive less than 70 % of the keys that a sharding by work alone would send."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
-    visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))
+    visible = VisibleKeys(
+        normalize(mask, 1, 1, 2**16, 2**16, torch.device("cpu")), (1, 1, 2**16, 2**16)
+    )
 
     def received(sharding):
         plans = [plan_of(sharding, sharding, rank, visible) for rank in range(16)]

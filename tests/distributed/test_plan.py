@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def spec_of(mask, shape):
-    return normalize(mask, *shape, torch.empty(0))
+    return normalize(mask, *shape, torch.device("cpu"))
 
 
 def dense_of(spec, batch, heads, seqlen_q, seqlen_k):

@@ -92,7 +92,7 @@ def dense_of(mask, shape=SHAPE):
     if isinstance(mask, ModelMask):
         assert mask.shape == shape
         mask = mask.content()
-    spec = normalize(masks.as_mask(mask), *shape, torch.empty(0))
+    spec = normalize(masks.as_mask(mask), *shape, torch.device("cpu"))
     visible, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
     return visible.expand(shape)

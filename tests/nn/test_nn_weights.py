@@ -210,7 +210,7 @@ def test_opcheck(options, average, backend):
     mask = masks.causal()
     if "bias" in options:
         mask = mask & masks.bias(torch.randn(4, 20, 70, device=device))
-    spec = normalize(mask, 2, 4, 20, 70, query)
+    spec = normalize(mask, 2, 4, 20, 70, query.device)
     seed = philox.new_seed(device) if dropout_p else None
     call = AttentionCall(query, key, value, spec, AttentionOptions(0.25, 0.0, dropout_p, seed))
     _, lse, lse_residual, _ = ops.attention_fwd(call, get_backend(backend), True, True)

@@ -221,7 +221,7 @@ def test_threads_that_share_a_mask_share_one_summary():
         return summarize(backend, tensor)
 
     mask = masks.dense(torch.rand(1, 1, 96, 96) > 0.5)
-    spec = normalize(mask, 1, 2, 96, 96, torch.empty(0))
+    spec = normalize(mask, 1, 2, 96, 96, torch.device("cpu"))
     seen = []
     work = [threading.Thread(target=lambda: seen.append(with_summaries(spec, wait).dense_summary))]
     work.append(threading.Thread(target=work[0]._target))

@@ -32,7 +32,7 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
     if bias:
         own = masks.bias(torch.randn(4, *SHAPE[3:], device=there))
         whole = own if whole is None else whole & own
-    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
+    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query.device)
     seed = philox.new_seed(there) if dropout_p else None
     return AttentionCall(query, key, value, spec, AttentionOptions(0.25, softcap, dropout_p, seed))
 
@@ -414,7 +414,7 @@ def test_masks_made_in_inference_mode_then_training(kind):
         grads.append(torch.autograd.grad(out.square().sum(), x)[0])
     assert torch.equal(*grads)
     with torch.no_grad():  # without autograd, the mask is read in place
-        spec = mask_spec.normalize(masks.dense(visible), 2, 2, 5, 5, x)
+        spec = mask_spec.normalize(masks.dense(visible), 2, 2, 5, 5, x.device)
     assert spec.dense.data_ptr() == visible.data_ptr()
 
 

@@ -131,7 +131,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     value.requires_grad_()
     bias = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
     mask = masks.bias(bias) if biased else None
-    spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
+    spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query.device)
     offsets = origin_of(part, there["device"])
     options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), offsets)
     out, _ = dispatch.run_attention(
@@ -155,7 +155,9 @@ def test_values_of_a_part(dtype, backend):
 
     def of(backend):
         def call(query, key, value):
-            spec = normalize(masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query)
+            spec = normalize(
+                masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query.device
+            )
             offsets = origin_of(part, query.device)
             options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(query.device), offsets)
             call = AttentionCall(query, key, value, spec, options)
@@ -176,7 +178,7 @@ def test_packed_sequences(backend):
     query = torch.zeros(1, heads, 54, 8, device=device)
     key = torch.zeros(1, heads, 121, 8, device=device)
     value = torch.cat([torch.eye(60)[: int(n)] for n in lengths_k]).to(device)
-    spec = normalize(masks.padding(lengths_k, lengths_q), 3, heads, 33, 60, query)
+    spec = normalize(masks.padding(lengths_k, lengths_q), 3, heads, 33, 60, query.device)
     ends = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(device) for n in (lengths_q, lengths_k)]
     spec = replace(
         spec, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=60

@@ -25,7 +25,7 @@ SINKS = torch.randn(4, generator=drawn(7))
 
 
 def visible_under(mask, seqlen_q, seqlen_k):
-    spec = normalize(mask, 2, 4, seqlen_q, seqlen_k, torch.empty(0))
+    spec = normalize(mask, 2, 4, seqlen_q, seqlen_k, torch.device("cpu"))
     sizes = 2, 4, seqlen_q, seqlen_k
     return materialize(spec, *sizes, torch.device("cpu"), torch.float32)[0]
 

@@ -83,7 +83,7 @@ def by_flex(
 ) -> tuple[Tensor, ...]:
     """Check flex's mask and score functions position by position; return eager results."""
     shape = at.visible.shape
-    spec = normalize(as_mask(at.mask, case["is_causal"]), *shape, query)
+    spec = normalize(as_mask(at.mask, case["is_causal"]), *shape, query.device)
     call = AttentionCall(query, key, value, spec, AttentionOptions(1.0))
     variant, operands = variant_of(call, False)
     score_mod, bias = score_function(variant, operands), torch.zeros(shape)

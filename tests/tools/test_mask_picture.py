@@ -23,7 +23,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_tiles_are_those_of_the_kernels(mask):
-    spec = normalize(mask, 2, 1, 200, 200, torch.empty(0))
+    spec = normalize(mask, 2, 1, 200, 200, torch.device("cpu"))
     kinds, tile = tile_kinds(spec, 2, 1, 200, 200, torch.float32)
     for sequence in range(2):
         ours = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds

@@ -227,7 +227,7 @@ def _noted_unused() -> bool:
 def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Materialize a Mask as the dense tensor that transformers would pass to the model."""
     sizes = cast(Shape, tuple(shape))
-    spec = normalize(mask, *sizes, torch.empty(0, device=device))
+    spec = normalize(mask, *sizes, device)
     visible, _ = materialize(spec, *sizes, device, torch.float32)
     if visible is None:
         visible = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)

@@ -121,6 +121,7 @@ py::object run_forward(const AttentionReader& reader, bool for_backward, bool wa
   return py::make_tuple(out, lse, lse_residual, out_residual);
 }
 
+// Reads a call and runs its forward.
 py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
                          int64_t num_threads) {
   AttentionReader reader;
@@ -129,17 +130,17 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   return run_forward(reader, for_backward, want_lse, p);
 }
 
-// Copies a block table, (batch, max_pages) of int32 or int64, because another thread may change the
-// tensor during the call. Entries beyond the end of a sequence are not read, and are 0 in the copy.
-// Returns an empty table if another entry is not a page.
+// Copies the first p.max_pages columns of a block table, (batch, columns) of int32 or int64,
+// because another thread may change the tensor during the call. Entries beyond the end of a
+// sequence are not read, and are 0 in the copy. Returns an empty table if another entry is not a
+// page.
 std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
                                 const AttentionParams& p) {
   check_that(table.is_present && table.device.type == kDLCpu && table.code == kDLInt &&
                  (table.bits == 32 || table.bits == 64) && table.ndim == 2 &&
-                 table.shape[0] == p.batch,
-             "block_table must be int32 or int64, with a row for each sequence");
-  check_within(p.seqlen_k, "seqlen_k", 0, p.page_size * table.shape[1]);
-  std::vector<int32_t> pages(p.batch * table.shape[1]);
+                 table.shape[0] == p.batch && table.shape[1] >= p.max_pages,
+             "block_table must be int32 or int64, with a row for each sequence and seqlen_k keys");
+  std::vector<int32_t> pages(p.batch * p.max_pages);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t end = p.mask.bounds == nullptr
                             ? p.seqlen_k
@@ -148,8 +149,8 @@ std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
       const int64_t at = b * table.strides[0] + i * table.strides[1];
       const int64_t page = table.bits == 32 ? static_cast<const int32_t*>(table.data)[at]
                                             : static_cast<const int64_t*>(table.data)[at];
-      if (page < 0 || page >= num_pages) return {};
-      pages[b * table.shape[1] + i] = static_cast<int32_t>(page);
+      if (page < 0 || page >= num_pages || page > INT32_MAX) return {};
+      pages[b * p.max_pages + i] = static_cast<int32_t>(page);
     }
   }
   return pages;
@@ -162,15 +163,17 @@ py::object attention_paged(const py::handle& call, const py::handle& block_table
                            int64_t num_threads) {
   AttentionReader reader;
   AttentionParams p{};
-  if (seqlen_k <= 0 || !reader.read(call, false, num_threads, &p, {seqlen_k, true}) ||
+  check_within(seqlen_k, "seqlen_k", 0, kUnlimited - 1);
+  if (seqlen_k == 0 || !reader.read(call, false, num_threads, &p, {seqlen_k, true}) ||
       reader.three_dims || p.seqlen_q < 1 || p.seqlen_q > kMaxPagedQueries || !p.decoding) {
     return py::none();
   }
   p.page_size = reader.key.shape[2];
+  if (p.page_size == 0) return py::none();
+  p.max_pages = (seqlen_k + p.page_size - 1) / p.page_size;
   const std::vector<int32_t> pages = read_pages(view_of(block_table), reader.key.shape[0], p);
   if (pages.empty()) return py::none();
   p.block_table = pages.data();
-  p.max_pages = static_cast<int64_t>(pages.size()) / p.batch;
   const py::tuple results = run_forward(reader, false, true, p);
   return py::make_tuple(results[0], results[1]);
 }

@@ -98,7 +98,8 @@ def decode_attention(
             scaled_dot_product_attention, broadcastable to (batch, num_heads, seqlen_q, capacity).
             The capacity is max_len, or max_pages * page_size; tensors in a Mask have it as
             seqlen_k. Align a Mask to the ends of the sequences with "bottom_right", for example
-            masks.sliding_window(left, align="bottom_right"). Pass the same Mask to every layer.
+            masks.sliding_window(left, align="bottom_right"). Right padding in the same Mask moves
+            such a window to the padded ends, but not is_causal. Pass the same Mask to every layer.
         is_causal: apply a bottom-right causal mask, in addition to attn_mask: the last query
             attends to all positions, and each earlier query to one position less than the next.
         scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
@@ -107,7 +108,7 @@ def decode_attention(
         sinks: as in scaled_dot_product_attention, but not differentiable.
         rotary_cos, rotary_sin: (positions, width), tables of `rotary_embedding`, which is applied
             to query and to key at their positions in the sequence. On CPUs, keys are rotated as
-            they are written to the cache. None: no rotation.
+            they are written to a contiguous cache at equal positions. None: no rotation.
         rotary_interleaved: as interleaved in `rotary_embedding`.
         return_lse: also return lse, the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "flash", "flex", "sdpa" or "eager"; None selects a backend

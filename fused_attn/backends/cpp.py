@@ -185,8 +185,10 @@ class CppBackend(Backend):
         self, call: AttentionCall | UncheckedAttention, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
         """Implement `Backend.attention_decode` for a few queries and pages, read in place."""
-        table, seqlen_q = update.block_table, call.query.shape[2]
-        if table is None or seqlen_q > _cpu.MAX_PAGED_QUERIES:
+        table, query = update.block_table, call.query
+        if table is None or query.shape[2] > _cpu.MAX_PAGED_QUERIES:
+            return None
+        if any(t.stride(3) != 1 for t in (query, *update.caches)):  # kernels cannot read them
             return None
         append(update)
         return _run(_cpu.attention_paged, call, table, update.capacity, num_threads())

@@ -191,6 +191,7 @@ def checked_cache_lengths(
 def _check_pages(block_table: Tensor, cache: Tensor, ends: Tensor) -> None:
     """Raise ValueError if block_table has an invalid page before the end of a sequence."""
     num_pages, _, page_size, _ = cache.shape
+    block_table = block_table[:, : -(-int(ends.max()) // max(page_size, 1))]
     needed = torch.arange(block_table.shape[1]) * page_size < ends[:, None]
     wrong = needed & ((block_table < 0) | (block_table >= num_pages))
     if wrong.any():
@@ -215,13 +216,15 @@ def with_cache_lengths(
         # The sum is always a new tensor. The cached mask must not reference `lengths`.
         ends = lengths + seqlen_new
         whole = masks.padding(ends)
-        if is_causal and mask is not None and mask.paddings:  # which would move the diagonal
+        if padded:
             whole &= diagonals(UNLIMITED, 0, ends.long() - seqlen_q)
         elif is_causal:
             whole &= CAUSAL
         return whole if mask is None else mask & whole
 
-    key = ("decode", is_causal, seqlen_new, seqlen_q)
+    # Padding in the mask would move CAUSAL.
+    padded = is_causal and mask is not None and bool(mask.paddings)
+    key = ("decode", is_causal, seqlen_new, seqlen_q if padded else None)
     if mask is None:
         return recall_on_tensor(lengths, key, [lengths], make)
     return recall(mask.memo, key, [lengths], lengths.device, make)

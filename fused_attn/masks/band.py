@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from fused_attn.masks.fields import unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 
@@ -82,7 +80,7 @@ def band_with_lengths(mask: Mask, seqlen_q: int, seqlen_k: int) -> Band | None:
 
     Dense tensors, biases and documents are not considered, see `band_of`.
     """
-    if mask.prefixes or any(isinstance(band.align, Tensor) for band in mask.bands):
+    if mask.prefixes or any(band.offset is not None for band in mask.bands):
         return None
     left = right = UNLIMITED
     aligns = set()

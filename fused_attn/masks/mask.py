@@ -28,13 +28,14 @@ ALIGNMENTS = ("top_left", "bottom_right")
 class _Band:
     """Diagonal band: key j is visible to query i if -left <= j - (i + offset) <= right.
 
-    The offset is 0 for "top_left", len_k - len_q of the sequence for "bottom_right", and `align`
-    itself if it is a tensor, int64 (batch,).
+    The offset is 0 for "top_left" and len_k - len_q of the sequence for "bottom_right". `offset`,
+    int64 (batch,), replaces it.
     """
 
     left: int
     right: int
-    align: str | Tensor
+    align: str
+    offset: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ class Mask:
         """
         others = replace(self, bands=(), slopes=()).conditions()
         aligns = [band.align for band in self.bands] + [alibi.align for alibi in self.slopes]
-        return set(aligns) <= {"top_left"} and not any(others)
+        own = any(band.offset is not None for band in self.bands)
+        return set(aligns) <= {"top_left"} and not own and not any(others)
 
     def conditions(self) -> tuple[Any, ...]:
         """Return the values of all fields except the memo."""
@@ -246,11 +248,12 @@ def diagonals(left: int, right: int, offset: Tensor | None = None) -> Mask:
     """Return the mask -left <= j - i - offset <= right. left may be negative.
 
     Args:
-        offset: int64 (batch,). Padding does not change it. None means 0.
+        offset: int64 (batch,). Padding, which the composed mask must have, does not change it. None
+            means 0.
     """
     if left >= UNLIMITED and right >= UNLIMITED:
         return Mask()
-    return Mask(bands=(_Band(left, right, "top_left" if offset is None else offset),))
+    return Mask(bands=(_Band(left, right, "top_left", offset),))
 
 
 def padding(

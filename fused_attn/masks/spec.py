@@ -183,7 +183,7 @@ def normalize(
 ) -> MaskSpec:  # fmt: skip
     """Return the MaskSpec of a Mask for this shape and device, cached on the Mask.
 
-    None means that every position is visible.
+    None means that every position is visible. A GPU must have an index, as that of a tensor.
 
     Raises:
         ValueError: a tensor of the mask does not fit the shape, or is on another device.
@@ -301,8 +301,8 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
             columns["query_begin"] = _maximum(columns["query_begin"], seqlen_q - queries)
     bottom_right = columns["key_end"] - columns["query_end"]
     for band in mask.bands:
-        given = band.align if isinstance(band.align, Tensor) else 0
-        offset = bottom_right if band.align == "bottom_right" else given
+        offset = bottom_right if band.align == "bottom_right" else 0
+        offset = offset if band.offset is None else band.offset
         if band.left < UNLIMITED:
             columns["band_lo"] = _maximum(columns["band_lo"], offset - band.left)
         if band.right < UNLIMITED:

@@ -124,6 +124,7 @@ def measure(
     # The gradient of the bias is a sum over all sequences.
     sample = shape.reduced(shape.batch if bias else None)
     padded = shape.operands(torch_dtype, device, layout="transposed")
+    there = padded["query"].device
     own_mask = make_mask(mask, shape, device)
     if bias:
         scores = 1, shape.num_heads, shape.seqlen_q, shape.seqlen_k
@@ -137,7 +138,7 @@ def measure(
         sample_sequences = packed_sequences(shape, device, sample.batch)
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
-        mask=normalize(own_mask, *shape.scores, device).kind, seqlen_k=shape.seqlen_k,
+        mask=normalize(own_mask, *shape.scores, there).kind, seqlen_k=shape.seqlen_k,
         bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
         dropout=dropout_p > 0, needs_grad=backward,
         packed=packed,

@@ -264,7 +264,7 @@ def tensors_of(
     Returns:
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     """
-    device = torch.device(device)
+    device = torch.empty(0, device=device).device  # with an index, as the tensors have it
     spec = normalize(mask, *shape.scores, device)
     visible, bias = materialize(spec, *shape.scores, device, dtype)
     if visible is not None:

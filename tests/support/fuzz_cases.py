@@ -179,9 +179,12 @@ def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
     if "sinks" in tensors:  # eager attention, too, multiplies grad_out by the rounded output
         rows = query[..., 0].numel() / tensors["sinks"].numel()
         slack["grad_sinks"] = eps * rows**0.5 * largest
+        if case["dtype"] in ("bfloat16", "float16") and "bias" in tensors:
+            # The gradient of out is scaled and rounded for each row, before the kernel reads it.
+            slack["grad_bias"] += eps / 2 / keep * value.double().norm(dim=-1).max()
     if case.get("rotary") and case["dtype"] in ("bfloat16", "float16"):
-        score = scale * query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max()
-        change = 2 * eps * score
+        norms = [t.double().norm(dim=-1).max() for t in (query, key)]
+        change = eps * scale * norms[0] * norms[1] / query.shape[-1] ** 0.5
         slack |= {"out0": change.clamp(max=1) * value.double().abs().max(), "out1": change}
     return {n: min(t.item(), sys.float_info.max) for n, t in slack.items()}
 

@@ -71,8 +71,9 @@ class AttentionDecode {
     MaskView<A> mask;
     if (!mask.init(p, kDecodeKeys)) return false;
     const DecodeShape<A> shape(p);
-    const int64_t per_split = keys_per_split<T>(p),
-                  splits = max64(div_up(p.seqlen_k, per_split), 1);
+    int64_t longest = 0;  // may be far below seqlen_k, the capacity of a cache
+    for (int64_t b = 0; b < p.batch; ++b) longest = max64(longest, decode_keys(p, b));
+    const int64_t per_split = keys_per_split<T>(p), splits = max64(div_up(longest, per_split), 1);
     const int64_t heads = p.batch * p.num_heads_kv, count = heads * splits;
     // A run of consecutive splits is a task, because the kernel prefetches the keys that follow.
     const int64_t per_task = max64(count / (kTasksPerThread * max64(p.num_threads, 1)), 1);

@@ -100,9 +100,10 @@ class DecodeRows {
     }
     if (!any) return;
     const bool padded = !by_columns_ && !by_keys_;
-    const Block<T> key = block_of(keys_, j, n, p_.head_dim, padded ? wide_qk_ : p_.head_dim, key_);
+    const Block<T> key =
+        block_of(keys_, j, n, p_.head_dim, padded ? wide_qk_ : p_.head_dim, by_keys_, key_);
     const Block<T> value =
-        block_of(values_, j, n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_);
+        block_of(values_, j, n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), false, value_);
     ahead_ = {value, p_.head_dim_v};
     if (by_columns_) {
       score_columns(key, n);
@@ -164,21 +165,22 @@ class DecodeRows {
     return block;
   }
 
-  // Returns the block at row j, in pages of multiples of kSumSteps rows.
+  // Returns the rows [j, j + n) that have an address; none if chunks are not in one page each.
   static Block<T> in_place(const HeadRows<T>& rows, int64_t j, int64_t n) {
     Block<T> block{{}, rows.stride()};
-    for (int64_t t = 0; t < n && rows.has(j + t) && rows.has_runs(kSumSteps); t += kSumSteps) {
+    if (!rows.has_runs(kSumSteps)) return block;
+    for (int64_t t = 0; t < n && rows.has_address(j + t); t += kSumSteps) {
       block.chunks[t / kSumSteps] = rows.at(j + t);
     }
     return block;
   }
 
   // Returns the block [j, j + n) with `wide` elements per row, in place if possible, else as a
-  // zero-padded copy in `buffer`.
+  // zero-padded copy in `buffer`. All its rows are a stride apart if `one_run`.
   Block<T> block_of(const HeadRows<T>& rows, int64_t j, int64_t n, int64_t dim, int64_t wide,
-                    T* buffer) const {
+                    bool one_run, T* buffer) const {
     if (dim == wide && rows.is_run(j, n)) return chunks_of(rows.at(j), n, rows.stride());
-    if (dim == wide && rows.has_runs(kSumSteps) && !by_keys_) return in_place(rows, j, n);
+    if (dim == wide && rows.has_runs(kSumSteps) && !one_run) return in_place(rows, j, n);
     rows.copy(j, n, dim, buffer, n, wide);
     return chunks_of(static_cast<const T*>(buffer), n, wide);
   }

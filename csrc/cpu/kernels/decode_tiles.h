@@ -96,7 +96,7 @@ class DecodeTiles {
       d_ = 0;
       lines = kTileKeys * (div_up(p.head_dim, kLine) + div_up(p.head_dim_v, kLine));
       left_ = 0;
-      if (!self.keys_.is_run(j, kTileKeys) || !self.keys_.has(j)) return;
+      if (!self.keys_.is_run(j, kTileKeys) || !self.keys_.has_address(j)) return;
       key_ = {self.keys_.at(j), self.keys_.stride(), p.head_dim};
       value_ = {self.values_.at(j), self.values_.stride(), p.head_dim_v};
       left_ = lines;

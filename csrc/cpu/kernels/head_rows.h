@@ -43,7 +43,7 @@ class HeadRows {
   bool has_runs(int64_t n) const { return pages_ == nullptr || page_size_ % n == 0; }
 
   // Returns true if row j has an address, which may be past the end of the sequence.
-  bool has(int64_t j) const { return pages_ == nullptr || j < capacity_; }
+  bool has_address(int64_t j) const { return pages_ == nullptr || j < capacity_; }
 
   // Calls f(row, t, count) for each run of rows [j, j + n) that are stride() apart. `row` is the
   // address of row j + t.

@@ -160,7 +160,7 @@ def sent_per_step(rows: Sequence[Row], ranks: int) -> tuple[float, float]:
     sent = 0
     for row in rows:
         mask = masks.causal() & masks.documents(row.documents)
-        spec = normalize(mask, 1, 1, seqlen, seqlen, row.tokens)
+        spec = normalize(mask, 1, 1, seqlen, seqlen, row.tokens.device)
         visible = VisibleKeys(spec, (1, 1, seqlen, seqlen))
         plans = [plan_of(sharding, sharding, rank, visible) for rank in range(ranks)]
         sent += sum(len(run) for plan in plans for step in plan.steps[1:] for run in step.sent)

@@ -39,9 +39,12 @@ def decoding(number, name):
         slopes = masks.alibi(torch.rand(heads), "bottom_right")
         mask = slopes if mask is None else mask & slopes
     key, value = (None, None) if draw.random() < 0.2 else new
+    # flash aligns causal masks to the padded ends, decode_attention to those of the cache.
+    is_causal = mask is None or not mask.paddings
     results = fused_attn.decode_attention(
         query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table,
         attn_mask=mask, scale=0.3, softcap=draw.choice([None, 3.0]), return_lse=True, backend=name,
+        is_causal=is_causal,
     )  # fmt: skip
     return *results, caches
 

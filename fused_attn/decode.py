@@ -241,9 +241,9 @@ def _attend_on_cpu(
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if backend is None or backend.wraps_torch:
         return None
+    if rotation is not None and update.key is not None and new_rows(update) is None:
+        update, rotation = update._replace(key=rotate(update.key, rotation)), None
     if update.block_table is not None:
-        if rotation is not None and update.key is not None:
-            update, rotation = update._replace(key=rotate(update.key, rotation)), None
         results = backend.attention_decode(call, update._replace(capacity=longest))
         if results is not None:
             return results
@@ -260,12 +260,9 @@ def _attend_on_cpu(
 
 
 def _rotate_and_append(update: CacheUpdate, rotation: Rotation) -> None:
-    """Append new values and rotated keys, which are written directly to their rows if possible."""
-    assert update.key is not None and update.value is not None
+    """Append new values and rotated keys, which are written directly to their rows."""
     views = new_rows(update)
-    if views is None:
-        append(update._replace(key=rotate(update.key, rotation)))
-        return
+    assert update.key is not None and update.value is not None and views is not None
     rotate(update.key, rotation, out=views[0])
     if not views[0].is_inference():
         increment_version(views[0])

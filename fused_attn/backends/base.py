@@ -191,9 +191,9 @@ class Backend:
 
         Args:
             call: an AttentionCall, or an UncheckedAttention if accepts_unchecked. key and value are
-                the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
-                num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
-                sequence. No tensor is empty.
+                the caches, (batch, num_heads_kv, max_len, dim), or (num_pages, num_heads_kv,
+                page_size, dim) with a block table. The mask sets the end of each sequence. No
+                tensor is empty.
             update: the cache, and the keys and values to append.
 
         Returns:

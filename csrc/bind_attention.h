@@ -131,21 +131,18 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
 }
 
 // Copies the first p.max_pages columns of a block table, (batch, columns) of int32 or int64,
-// because another thread may change the tensor during the call. Entries beyond the end of a
-// sequence are not read, and are 0 in the copy. Returns an empty table if another entry is not a
-// page.
+// because another thread may change the tensor during the call. Sequence b has ends[b] rows.
+// Entries beyond its end are not read, and are 0 in the copy. Returns an empty table if another
+// entry is not a page.
 std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
-                                const AttentionParams& p) {
+                                const std::vector<int64_t>& ends, const AttentionParams& p) {
   check_that(table.is_present && table.device.type == kDLCpu && table.code == kDLInt &&
                  (table.bits == 32 || table.bits == 64) && table.ndim == 2 &&
                  table.shape[0] == p.batch && table.shape[1] >= p.max_pages,
              "block_table must be int32 or int64, with a row for each sequence and seqlen_k keys");
   std::vector<int32_t> pages(p.batch * p.max_pages);
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t end = p.mask.bounds == nullptr
-                            ? p.seqlen_k
-                            : std::clamp<int64_t>(p.mask.bounds[b].key_end, 0, p.seqlen_k);
-    for (int64_t i = 0; i * p.page_size < end; ++i) {
+    for (int64_t i = 0; i * p.page_size < ends[b]; ++i) {
       const int64_t at = b * table.strides[0] + i * table.strides[1];
       const int64_t page = table.bits == 32 ? static_cast<const int32_t*>(table.data)[at]
                                             : static_cast<const int64_t*>(table.data)[at];
@@ -156,24 +153,83 @@ std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
   return pages;
 }
 
-// Runs the forward of at most kMaxPagedQueries queries on the first seqlen_k keys of each sequence
-// of a paged cache, and returns (out, lse). key and value of the call are the pages. Returns None
-// to reject the call.
-py::object attention_paged(const py::handle& call, const py::handle& block_table, int64_t seqlen_k,
-                           int64_t num_threads) {
+// New rows of a KV cache, (batch, num_heads_kv, count, dim): the last rows of each sequence.
+struct NewRows {
+  TensorView rows;
+  const TensorView* cache;
+
+  // Returns false unless the rows fit to the cache and to sequences with `ends` rows.
+  bool fit(const std::vector<int64_t>& ends) const {
+    const int64_t batch = static_cast<int64_t>(ends.size()), *const of = cache->shape;
+    return rows.ndim == 4 && rows.dtype() == cache->dtype() && rows.shape[0] == batch &&
+           rows.shape[1] == of[1] && rows.shape[3] == of[3] && contiguous_from(rows, 3) &&
+           std::all_of(ends.begin(), ends.end(), [&](int64_t n) { return n >= rows.shape[2]; });
+  }
+
+  void write(const std::vector<int64_t>& ends, const AttentionParams& p) const {
+    const int64_t count = rows.shape[2], bytes = rows.bits / 8;
+    const auto at = [&](const TensorView& view, int64_t i, int64_t head, int64_t row) {
+      const int64_t* const steps = view.strides;
+      return static_cast<char*>(view.data) +
+             (i * steps[0] + head * steps[1] + row * steps[2]) * bytes;
+    };
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t i = 0; i < count; ++i) {
+        int64_t holder = b, row = ends[b] - count + i;
+        if (p.block_table != nullptr) {
+          holder = p.block_table[b * p.max_pages + row / p.page_size];
+          row %= p.page_size;
+        }
+        for (int64_t h = 0; h < p.num_heads_kv; ++h) {
+          std::memmove(at(*cache, holder, h, row), at(rows, b, h, i), rows.shape[3] * bytes);
+        }
+      }
+    }
+  }
+};
+
+// Writes new keys and values, unless they are None, to the ends of the sequences of a KV cache,
+// which then have ends[b] rows. Runs the forward and returns (out, lse). key and value of the call
+// are the caches, or the pages if there is a block table; its mask is for seqlen_k keys. Returns
+// None to reject the call, without having written anything.
+py::object attention_decode(const py::handle& call, const py::handle& block_table, int64_t seqlen_k,
+                            const py::list& end_of_each, const py::handle& new_key,
+                            const py::handle& new_value, int64_t num_threads) {
   AttentionReader reader;
   AttentionParams p{};
+  const bool paged = !block_table.is_none();
   check_within(seqlen_k, "seqlen_k", 0, kUnlimited - 1);
-  if (seqlen_k == 0 || !reader.read(call, false, num_threads, &p, {seqlen_k, true}) ||
-      reader.three_dims || p.seqlen_q < 1 || p.seqlen_q > kMaxPagedQueries || !p.decoding) {
+  if (!reader.read(call, false, num_threads, &p, {seqlen_k, paged}) || reader.three_dims ||
+      !p.decoding) {
     return py::none();
   }
-  p.page_size = reader.key.shape[2];
-  if (p.page_size == 0) return py::none();
-  p.max_pages = (seqlen_k + p.page_size - 1) / p.page_size;
-  const std::vector<int32_t> pages = read_pages(view_of(block_table), reader.key.shape[0], p);
-  if (pages.empty()) return py::none();
-  p.block_table = pages.data();
+  std::vector<int64_t> ends;
+  for (const py::handle end : end_of_each) {
+    ends.push_back(py::cast<int64_t>(end));
+    check_within(ends.back(), "ends", 0, seqlen_k);
+  }
+  check_within(static_cast<int64_t>(ends.size()), "the number of ends", p.batch, p.batch);
+  NewRows added[] = {{{}, &reader.key}, {{}, &reader.value}};
+  if (!new_key.is_none() &&
+      !(float_view(new_key, &added[0].rows) && float_view(new_value, &added[1].rows) &&
+        added[0].fit(ends) && added[1].fit(ends))) {
+    return py::none();
+  }
+  std::vector<int32_t> pages;
+  if (paged) {
+    p.page_size = reader.key.shape[2];
+    if (p.seqlen_q < 1 || p.seqlen_q > kMaxPagedQueries || seqlen_k == 0 || p.page_size == 0 ||
+        reader.key.shape[0] == 0) {
+      return py::none();
+    }
+    p.max_pages = (seqlen_k + p.page_size - 1) / p.page_size;
+    pages = read_pages(view_of(block_table), reader.key.shape[0], ends, p);
+    if (pages.empty()) return py::none();
+    p.block_table = pages.data();
+  }
+  for (const NewRows& rows : added) {
+    if (rows.rows.is_present) rows.write(ends, p);
+  }
   const py::tuple results = run_forward(reader, false, true, p);
   return py::make_tuple(results[0], results[1]);
 }

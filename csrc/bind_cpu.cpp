@@ -123,8 +123,7 @@ PYBIND11_MODULE(_cpu, m) {
   constexpr py::call_guard<CallScope> kScope;
   m.def("attention_fwd", &attention_fwd, kScope);
   m.def("attention_bwd", &attention_bwd, kScope);
-  m.def("attention_paged", &attention_paged, kScope);
-  m.attr("MAX_PAGED_QUERIES") = kMaxPagedQueries;
+  m.def("attention_decode", &attention_decode, kScope);
   m.def(
       "attention_weights",
       [](const py::object& call, const py::kwargs& fields) {

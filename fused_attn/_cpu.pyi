@@ -11,7 +11,6 @@ from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
 FIELDS: list[str]
-MAX_PAGED_QUERIES: int
 
 # The passes return None if the call needs validation, or tensors in another layout.
 def attention_fwd(
@@ -30,10 +29,13 @@ def attention_bwd(
     num_threads: int,
     /,
 ) -> Any: ...
-def attention_paged(
-    call: AttentionCall | UncheckedAttention,
-    block_table: Tensor,
+def attention_decode(
+    call: AttentionCall,
+    block_table: Tensor | None,
     seqlen_k: int,
+    ends: list[int],
+    new_key: Tensor | None,
+    new_value: Tensor | None,
     num_threads: int,
     /,
 ) -> Any: ...

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_attn import masks
-from fused_attn.backends import problem_of, select
+from fused_attn.backends import Backend, problem_of, select
 from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad, plain_eager
@@ -22,17 +22,17 @@ from fused_attn.call.kv_cache import (
     NO_GRAD,
     CacheUpdate,
     append,
+    check_pages,
     checked_update,
     contiguous_rows,
-    new_rows,
     spec_of_ends,
     with_cache_lengths,
 )
 from fused_attn.call.validation import attention_call, check_floats
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
-from fused_attn.ops import dispatch, library
-from fused_attn.ops.rotary import Rotation, checked_rotation, rotate
+from fused_attn.ops import dispatch
+from fused_attn.ops.rotary import checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
@@ -107,8 +107,7 @@ def decode_attention(
             disables it.
         sinks: as in scaled_dot_product_attention, but not differentiable.
         rotary_cos, rotary_sin: (positions, width), tables of `rotary_embedding`, which is applied
-            to query and to key at their positions in the sequence. On CPUs, keys are rotated as
-            they are written to a contiguous cache at equal positions. None: no rotation.
+            to query and to key at their positions in the sequence. None: no rotation.
         rotary_interleaved: as interleaved in `rotary_embedding`.
         return_lse: also return lse, the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "flash", "flex", "sdpa" or "eager"; None selects a backend
@@ -157,25 +156,23 @@ def decode_attention(
         checked_sinks(sinks, query[..., 0])  # raises before the cache is changed
         if needs_grad(sinks):
             raise ValueError(NO_GRAD.format(name="sinks"))
-    rotation = None
     if rotary_cos is not None or rotary_sin is not None:
         tables = _checked_tables(rotary_cos, rotary_sin, update)
-        query = rotate(query, _rotation(query, update, *tables, rotary_interleaved))
+        query = _rotated(query, update, *tables, rotary_interleaved)
         if key is not None:
-            rotation = _rotation(key, update, *tables, rotary_interleaved)
+            new_key = _rotated(key, update, *tables, rotary_interleaved)
+            update = update._replace(key=new_key)
     options = AttentionOptions(scale, softcap, decoding=True)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
     want_lse = return_lse or sinks is not None
-    results = None
+    step = None
     if attn_mask is None:
-        results = _attend_on_cpu(query, update, rotation, is_causal, options, want_lse, backend)
-    if results is None:
+        step = _unchecked_step(query, update, is_causal, options, backend)
+    if step is None:
         mask = masks.as_mask(attn_mask)
-        if rotation is not None and key is not None:
-            update = update._replace(key=rotate(key, rotation))
-        results = _attend(query, update, mask, is_causal, options, want_lse, backend)
-    out, lse = results
+        step = _checked_step(query, update, mask, is_causal, options, want_lse, backend)
+    out, lse = _attend(step, is_causal, want_lse)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
@@ -200,10 +197,10 @@ def _checked_tables(
     return cos, sin
 
 
-def _rotation(
+def _rotated(
     tokens: Tensor, update: CacheUpdate, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Rotation:
-    """Return the rotation of the last tokens of the sequences, (batch, num_heads, count, head_dim).
+) -> Tensor:
+    """Rotate the last tokens of the sequences, (batch, num_heads, count, head_dim).
 
     If a sequence is shorter than that, its first tokens are at position 0.
     """
@@ -214,62 +211,51 @@ def _rotation(
         lengths = torch.as_tensor(update.lengths, device=tokens.device)
         firsts = lengths[:, None] + (update.seqlen_new - count)
         positions = (firsts + torch.arange(count, device=tokens.device)).clamp(min=0)
-    return checked_rotation(tokens, cos, sin, positions, interleaved)
+    return rotate(tokens, checked_rotation(tokens, cos, sin, positions, interleaved))
 
 
-def _attend_on_cpu(
+class _Step(NamedTuple):
+    """A decoding step and the backend that computes it.
+
+    Attributes:
+        call: its key and value are the caches, and its mask is for update.capacity keys.
+        update: the new keys and values; `plain` if also the tensors of the mask are plain.
+        unmasked: there is no attn_mask.
+    """
+
+    call: AttentionCall
+    backend: Backend
+    update: CacheUpdate
+    unmasked: bool
+
+
+def _unchecked_step(
     query: Tensor,
     update: CacheUpdate,
-    rotation: Rotation | None,
     is_causal: bool,
     options: AttentionOptions,
-    want_lse: bool,
     named: str | None,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Rotate and append new keys, and return out and lse of a step without attn_mask on the CPU.
+) -> _Step | None:
+    """Return a step without attn_mask on the CPU, up to the end of the longest sequence.
 
-    Returns None, without appending, if the step requires `_attend`, which takes 1.8 times as long
-    for a small step (8 heads, 400 keys, head_dim 64).
+    Returns None if the step requires `_checked_step`, which makes a small step take 1.8 times as
+    long (8 heads, 400 keys, head_dim 64).
     """
     if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
         return None
     if not options.prepare(query.shape[3]):
         return None
-    longest, spec = update.ends[1], spec_of_ends(update, query, is_causal)
+    spec = spec_of_ends(update, query, is_causal)
     call = UncheckedAttention(query, *update.caches, spec, False, True, options)
     backend = backend_for_unchecked(call, query.device, named)
     # Backends that wrap torch's kernels need finite values after the ends of sequences.
     if backend is None or backend.wraps_torch:
         return None
-    if rotation is not None and update.key is not None and new_rows(update) is None:
-        update, rotation = update._replace(key=rotate(update.key, rotation)), None
-    if update.block_table is not None:
-        results = backend.attention_decode(call, update._replace(capacity=longest))
-        if results is not None:
-            return results
-    if rotation is None:
-        append(update)
-    else:
-        _rotate_and_append(update, rotation)
-    call.key, call.value = contiguous_rows(update, longest, backend.empty)
-    outputs = backend.attention_fwd(call, False, want_lse)
-    if outputs is None:  # of a validated call, the backend copies what its kernels cannot read
-        outputs = backend.attention_fwd(call.assume_checked(), False, want_lse)
-    out, lse, *_ = library.accepted(outputs)
-    return out, lse
+    update = update._replace(capacity=update.ends[1])
+    return _Step(call.assume_checked(), backend, update, True)
 
 
-def _rotate_and_append(update: CacheUpdate, rotation: Rotation) -> None:
-    """Append new values and rotated keys, which are written directly to their rows."""
-    views = new_rows(update)
-    assert update.key is not None and update.value is not None and views is not None
-    rotate(update.key, rotation, out=views[0])
-    if not views[0].is_inference():
-        increment_version(views[0])
-    views[1].copy_(update.value)
-
-
-def _attend(
+def _checked_step(
     query: Tensor,
     update: CacheUpdate,
     attn_mask: Mask | None,
@@ -277,44 +263,49 @@ def _attend(
     options: AttentionOptions,
     want_lse: bool,
     named: str | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Append new keys and values, and return out and lse, on any device and backend."""
+) -> _Step:
+    """Return a step on any device and backend."""
     update = update._replace(lengths=torch.as_tensor(update.lengths, device=query.device))
-    mask = with_cache_lengths(
-        attn_mask, is_causal, update.lengths, update.seqlen_new, query.shape[2]
-    )
+    batch, num_heads, seqlen_q, _ = query.shape
+    mask = with_cache_lengths(attn_mask, is_causal, update.lengths, update.seqlen_new, seqlen_q)
     if needs_grad(*mask.biases):
         raise ValueError(NO_GRAD.format(name="attn_mask"))
-    batch, num_heads, seqlen_q, _ = query.shape
     spec = normalize(mask, batch, num_heads, seqlen_q, update.capacity, query.device)
     call = attention_call(query, *update.caches, spec, options)
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
-    empty = update.capacity == 0 or any(0 in t.shape for t in (query, *update.caches))
-    if not empty and update.plain and plain_eager(update.lengths, *mask.tensors()):
-        results = chosen.attention_decode(call, update)
+    plain = update.plain and plain_eager(update.lengths, *mask.tensors())
+    return _Step(call, chosen, update._replace(plain=plain), attn_mask is None)
+
+
+def _attend(step: _Step, is_causal: bool, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Append new keys and values, and return out and lse."""
+    call, backend, update, unmasked = step
+    empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
+    if update.plain and not empty:
+        results = backend.attention_decode(call, update)
         if results is not None:
             for cache in update.caches if update.seqlen_new > 0 else ():
                 if not cache.is_inference():
                     increment_version(cache)
             return results
+    check_pages(update)
     append(update)
-    keys, values = contiguous_rows(update, update.capacity)
-    call = replace(call, key=keys, value=values)
-    if chosen.wraps_torch:
-        call = _for_torch(call, update, mask, attn_mask is None, is_causal)
-    return dispatch.run_attention(call, chosen, want_lse)
+    call.key, call.value = contiguous_rows(update, update.capacity, backend.empty)
+    if backend.wraps_torch:
+        call = _for_torch(call, update, unmasked, is_causal)
+    return dispatch.run_attention(call, backend, want_lse)
 
 
 def _for_torch(
-    call: AttentionCall, update: CacheUpdate, mask: Mask, no_mask: bool, is_causal: bool
+    call: AttentionCall, update: CacheUpdate, unmasked: bool, is_causal: bool
 ) -> AttentionCall:
     """Return the call in the form that torch's kernels need.
 
     They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
     because they may be NaN. If the host knows the lengths, keys and values end at the longest.
     """
-    if update.ends is not None and no_mask:
-        call = _narrowed(call, mask, is_causal, *update.ends)
+    if update.ends is not None and unmasked:
+        call = _narrowed(call, update, is_causal, *update.ends)
     if update.ends is None or update.ends[0] < call.key.shape[2]:
         ends = update.lengths + update.seqlen_new
         beyond_end = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
@@ -324,7 +315,7 @@ def _for_torch(
 
 
 def _narrowed(
-    call: AttentionCall, mask: Mask, is_causal: bool, shortest: int, longest: int
+    call: AttentionCall, update: CacheUpdate, is_causal: bool, shortest: int, longest: int
 ) -> AttentionCall:
     """Return the call restricted to the first `longest` keys and values, which are views.
 
@@ -333,7 +324,9 @@ def _narrowed(
     the length.
     """
     batch, num_heads, seqlen_q, _ = call.query.shape
-    needed: Mask | None = mask
+    needed: Mask | None = with_cache_lengths(
+        None, is_causal, update.lengths, update.seqlen_new, seqlen_q
+    )
     if shortest == longest and not is_causal:
         needed = None
     elif shortest == longest == seqlen_q:

@@ -123,7 +123,6 @@ class Backend:
         interleaved: bool,
         per_dimension: bool,
         backward: bool,
-        out: Tensor | None,
     ) -> Tensor:
         """Compute a rotary embedding, or its gradient for the gradient `input`.
 
@@ -136,8 +135,9 @@ class Backend:
             positions: (batch, seqlen) int64, contiguous, valid rows of cos and sin; None: token i
                 uses row i.
             per_dimension: width is rotary_dim, otherwise rotary_dim / 2; see `rotary_embedding`.
-            out: tensor to write the result to, with last stride 1; may be input. None allocates one
-                whose dimensions are ordered in memory as those of input.
+
+        Returns:
+            A tensor whose dimensions are ordered in memory as those of input.
         """
         raise NotImplementedError
 
@@ -186,19 +186,19 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_decode(self, call: Any, update: CacheUpdate) -> tuple[Tensor, Tensor] | None:
+    def attention_decode(
+        self, call: AttentionCall, update: CacheUpdate
+    ) -> tuple[Tensor, Tensor] | None:
         """Append new keys and values to a KV cache, and attend to the cache.
 
         Args:
-            call: an AttentionCall, or an UncheckedAttention if accepts_unchecked. key and value are
-                the caches, (batch, num_heads_kv, max_len, dim), or (num_pages, num_heads_kv,
-                page_size, dim) with a block table. The mask sets the end of each sequence. No
-                tensor is empty.
+            call: key and value are the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
+                num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
+                sequence. No tensor is empty.
             update: the cache, and the keys and values to append.
 
         Returns:
-            out and lse. None if no kernel supports the problem. The new rows may be in the cache
-            then; the caller appends them again.
+            out and lse. None, with the cache as it was, if no kernel supports the problem.
         """
         return None
 

@@ -25,7 +25,7 @@ from fused_attn.call.attention import (
     UncheckedAttention,
     WeightsBackward,
 )
-from fused_attn.call.kv_cache import CacheUpdate, append
+from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs, UncheckedNorm
 from fused_attn.masks.spec import NO_MASK
 
@@ -113,10 +113,8 @@ class CppBackend(Backend):
         interleaved: bool,
         per_dimension: bool,
         backward: bool,
-        out: Tensor | None,
     ) -> Tensor:
-        if out is None:
-            out = self.empty(*laid_out_like(input, input.shape), input.dtype, input.device)
+        out = self.empty(*laid_out_like(input, input.shape), input.dtype, input.device)
         _cpu.rotary(
             input, cos, sin, positions, interleaved, per_dimension, backward, out, num_threads()
         )
@@ -182,16 +180,15 @@ class CppBackend(Backend):
         return grads.query, grads.key, grads.bias
 
     def attention_decode(
-        self, call: AttentionCall | UncheckedAttention, update: CacheUpdate
+        self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        """Implement `Backend.attention_decode` for a few queries and pages, read in place."""
-        table, query = update.block_table, call.query
-        if table is None or query.shape[2] > _cpu.MAX_PAGED_QUERIES:
-            return None
-        if any(t.stride(3) != 1 for t in (query, *update.caches)):  # kernels cannot read them
-            return None
-        append(update)
-        return _run(_cpu.attention_paged, call, table, update.capacity, num_threads())
+        """Implement `Backend.attention_decode`. Pages are read in place for up to 4 queries."""
+        lengths = update.lengths.tolist() if isinstance(update.lengths, Tensor) else update.lengths
+        ends = [length + update.seqlen_new for length in lengths]
+        return _run(
+            _cpu.attention_decode, call, update.block_table, update.capacity, ends, update.key,
+            update.value, num_threads(),
+        )  # fmt: skip
 
     def norm_fwd(
         self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.base.flat import Empty, empty_strided
+from fused_attn.base.flat import Empty
 from fused_attn.base.layout import contiguous
 from fused_attn.base.torch_state import PLAIN_TYPES, plain_eager
 from fused_attn.call.validation import (
@@ -95,8 +95,6 @@ def checked_update(
     plain = plain_eager(query, key_cache, value_cache, key, value, block_table)
     seqlen_new = 0 if key is None else key.shape[2]
     lengths, ends = checked_cache_lengths(lengths, query, seqlen_new, capacity, plain)
-    if block_table is not None and ends is not None and plain and query.device.type == "cpu":
-        _check_pages(block_table, key_cache, torch.as_tensor(lengths) + seqlen_new)
     caches = key_cache, value_cache
     return CacheUpdate(caches, key, value, seqlen_new, lengths, block_table, capacity, ends, plain)
 
@@ -188,16 +186,23 @@ def checked_cache_lengths(
     return lengths, (least + seqlen_new, most + seqlen_new)
 
 
-def _check_pages(block_table: Tensor, cache: Tensor, ends: Tensor) -> None:
-    """Raise ValueError if block_table has an invalid page before the end of a sequence."""
-    num_pages, _, page_size, _ = cache.shape
-    block_table = block_table[:, : -(-int(ends.max()) // max(page_size, 1))]
-    needed = torch.arange(block_table.shape[1]) * page_size < ends[:, None]
-    wrong = needed & ((block_table < 0) | (block_table >= num_pages))
+def check_pages(update: CacheUpdate) -> None:
+    """Raise ValueError if the block table has an invalid page before the end of a sequence.
+
+    Checks only values that can be read on the host.
+    """
+    table = update.block_table
+    if table is None or update.ends is None or not update.plain or table.device.type != "cpu":
+        return
+    num_pages, _, page_size, _ = update.caches[0].shape
+    ends = torch.as_tensor(update.lengths) + update.seqlen_new
+    table = table[:, : -(-update.ends[1] // max(page_size, 1))]
+    needed = torch.arange(table.shape[1]) * page_size < ends[:, None]
+    wrong = needed & ((table < 0) | (table >= num_pages))
     if wrong.any():
         raise ValueError(
             f"block_table must contain page indices in [0, {num_pages}) up to the end of each "
-            f"sequence, got {int(block_table[wrong][0])}"
+            f"sequence, got {int(table[wrong][0])}"
         )
 
 
@@ -266,11 +271,10 @@ def append(update: CacheUpdate) -> None:
     if update.key is None or update.value is None:
         return
     pairs = list(zip(update.caches, (update.key, update.value), strict=True))
-    seqlen_new, table = update.seqlen_new, update.block_table
-    views = new_rows(update)
-    if views is not None:
-        for view, (_, new) in zip(views, pairs, strict=True):
-            view.copy_(new)
+    seqlen_new, table, ends = update.seqlen_new, update.block_table, update.ends
+    if table is None and ends is not None and ends[0] == ends[1]:
+        for cache, new in pairs:
+            cache.narrow(2, ends[0] - seqlen_new, seqlen_new).copy_(new)
         return
     batch, device = update.key.shape[0], update.key.device
     lengths = torch.as_tensor(update.lengths, device=device).to(torch.int64)
@@ -285,16 +289,7 @@ def append(update: CacheUpdate) -> None:
         cache[holder, :, row] = new.transpose(1, 2)
 
 
-def new_rows(update: CacheUpdate) -> list[Tensor] | None:
-    """Return views of the rows of the caches for the new keys and values; None if scattered."""
-    ends = update.ends
-    if update.block_table is not None or ends is None or ends[0] != ends[1]:
-        return None
-    new = update.seqlen_new
-    return [cache.narrow(2, ends[0] - new, new) for cache in update.caches]
-
-
-def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_strided) -> list[Tensor]:
+def contiguous_rows(update: CacheUpdate, count: int, empty: Empty) -> list[Tensor]:
     """Return the first `count` keys and values of each sequence, (batch, num_heads_kv, count, dim).
 
     A contiguous cache is not copied. Pages are copied up to the longest sequence if the host knows
@@ -311,8 +306,7 @@ def contiguous_rows(update: CacheUpdate, count: int, empty: Empty = empty_stride
 def _gather_pages(cache: Tensor, update: CacheUpdate, count: int, empty: Empty) -> Tensor:
     """Copy the pages of each sequence, up to the longest one, to a tensor with `count` rows.
 
-    In `decode._attend_on_cpu`, count is the length of the longest sequence, and `_select_pages`
-    makes the copy.
+    If count is the length of the longest sequence, `_select_pages` makes the copy.
     """
     assert update.block_table is not None
     longest = count if update.ends is None else update.ends[1]

@@ -91,20 +91,13 @@ def _checked_positions(positions: Tensor, cos: Tensor, shape: tuple[int, int]) -
     return positions.expand(shape).to(torch.int64).contiguous()
 
 
-def rotate(input: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
-    """Compute `rotary_embedding` of a checked call.
-
-    Args:
-        out: tensor for the result, in a call without gradients.
-    """
-    rotated = rotate_by_kernel(input, rotation, out)
-    if rotated is not None:
-        return rotated
-    rotated = rotate_by_torch(input, rotation)
-    return rotated if out is None else out.copy_(rotated)
+def rotate(input: Tensor, rotation: Rotation) -> Tensor:
+    """Compute `rotary_embedding` of a checked call."""
+    rotated = rotate_by_kernel(input, rotation)
+    return rotate_by_torch(input, rotation) if rotated is None else rotated
 
 
-def rotate_by_kernel(input: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor | None:
+def rotate_by_kernel(input: Tensor, rotation: Rotation) -> Tensor | None:
     """Compute `rotate`, or return None if no kernel supports the call."""
     backend = _backend_of(input, rotation)
     if backend is None:
@@ -114,9 +107,7 @@ def rotate_by_kernel(input: Tensor, rotation: Rotation, out: Tensor | None = Non
             # Copy the checked values, so that the caller cannot change them before the backward.
             rotation = rotation._replace(positions=rotation.positions.clone())
         return _Rotary.apply(input, *rotation, backend, False)
-    if out is None or kernel_strides(out) is out:
-        return _run(input, rotation, backend, False, out)
-    return out.copy_(_run(input, rotation, backend, False))
+    return _run(input, rotation, backend, False)
 
 
 def rotate_by_torch(input: Tensor, rotation: Rotation, backward: bool = False) -> Tensor:
@@ -162,15 +153,13 @@ def _backend_of(input: Tensor, rotation: Rotation) -> Backend | None:
     return backend
 
 
-def _run(
-    input: Tensor, rotation: Rotation, backend: Backend, backward: bool, out: Tensor | None = None
-) -> Tensor:
+def _run(input: Tensor, rotation: Rotation, backend: Backend, backward: bool) -> Tensor:
     cos, sin, positions, interleaved, per_dimension = rotation
     if cos.dtype != input.dtype or sin.dtype != input.dtype:
         dtype = torch.promote_types(input.dtype, torch.float32)
         cos, sin = cos.to(dtype), sin.to(dtype)
     input, cos, sin = kernel_strides(input), kernel_strides(cos), kernel_strides(sin)
-    return backend.rotary(input, cos, sin, positions, interleaved, per_dimension, backward, out)
+    return backend.rotary(input, cos, sin, positions, interleaved, per_dimension, backward)
 
 
 class _Rotary(Function):

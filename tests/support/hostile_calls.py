@@ -197,9 +197,9 @@ def bindings() -> Groups:
         results = tuple(outputs.values())
         return module.attention_bwd(call, results, grad_out, grad_lse, needs_bias, 1)
 
-    def paged(block_table: Any, seqlen_k: Any, num_threads: Any, **given: Any) -> Any:
-        step = replace(call, query=q[:, :, :2], options=AttentionOptions(0.2, decoding=True))
-        return module.attention_paged(replace(step, **given), block_table, seqlen_k, num_threads)
+    def decode(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        step = AttentionCall(query, key, value, mask, AttentionOptions(0.2, decoding=True))
+        return module.attention_decode(step, *rest)
 
     def norm(num_threads: Any, seed: Any, p: Any, **given: Any) -> Any:
         norm_call = NormCall(bias=None, options=NormOptions(1e-5, False, p, seed), **given)
@@ -211,9 +211,10 @@ def bindings() -> Groups:
     result: Groups = {
         "_fwd": (fwd, {"query": q, "key": k, "value": v, "mask": MaskSpec(), "options": options}),
         "_masks": (lambda num_threads, **given: fwd(num_threads, mask=MaskSpec(**given)), tables),
-        "_paged": (paged, {
-            "query": q[:, :, :2], "key": k, "value": v, "mask": MaskSpec(), "num_threads": 1,
-            "block_table": ints(0, 1, 1, 0).view(2, 2), "seqlen_k": 9}),
+        "_decode": (lambda **given: decode(*given.values()), {
+            "query": q[:, :, :2], "key": k.clone(), "value": v.clone(), "mask": MaskSpec(),
+            "block_table": ints(0, 1, 1, 0).view(2, 2), "seqlen_k": 9, "ends": [7, 9],
+            "new_key": k[:, :, :3], "new_value": v[:, :, :3], "num_threads": 1}),
         "_packed": (packed, {**ends, "max_seqlen_q": 3, "max_seqlen_k": 3}),
         "_bwd": (bwd, {
             **saved._asdict(), "grad_out": q, "grad_lse": saved.lse, "needs_bias": False}),

@@ -98,7 +98,7 @@ def problem_of_probe(probe):
         for module in ("ops.dispatch", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
         patch.setattr("fused_attn.ops.dispatch.backend_for_unchecked", lambda *args: None)
-        patch.setattr("fused_attn.decode._attend_on_cpu", lambda *args: None)
+        patch.setattr("fused_attn.decode._unchecked_step", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.gradients):
             call(*leaves)
     return seen[0]

@@ -156,9 +156,24 @@ def viewed(q, k, v):
     return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
 
 
+def by_name(q, k, v):
+    """Attention whose operations take their inputs by name."""
+    scores = 8.0 * torch.tanh(input=torch.matmul(input=q, other=k.transpose(-2, -1)) / 8)
+    scores = torch.masked_fill(input=scores, mask=~PADDING, value=INF)
+    scores = torch.where(CAUSAL, scores, torch.full((), fill_value=INF, dtype=q.dtype))
+    scores = scores - torch.amax(input=scores, dim=-1, keepdim=True)
+    return F.softmax(input=scores, dim=-1) @ v
+
+
+def added_by_name(q, k, v):
+    q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
+    scores = torch.baddbmm(input=BIAS.to(q.dtype).repeat(B, 1, 1), batch1=q, batch2=k.mT)
+    return (scores.softmax(-1) @ v).view(B, H, L, D)
+
+
 WAYS = [
     nanogpt, annotated_transformer, vit, esm, swin, sam, einsum, one_head_of_keys, alibi_by_baddbmm,
-    t5, gpt2, swin_v2, capped, espnet, in_steps, shifted, viewed,
+    t5, gpt2, swin_v2, capped, espnet, in_steps, shifted, viewed, by_name, added_by_name,
 ]  # fmt: skip
 
 
@@ -226,6 +241,11 @@ def test_dropout_is_that_of_training():
     assert (outs.mean(0) - attend(q, k, v)).abs().max() < 0.3
     torch.manual_seed(0)
     assert torch.equal(run(q, k, v), outs[0])
+
+
+def reshaped_by_name(q, k, v):
+    scores = torch.reshape(input=q @ k.transpose(-2, -1), shape=(B * H, L, L))
+    return scores.softmax(-1).view(B, H, L, L) @ v
 
 
 def weights_too(q, k, v):
@@ -298,6 +318,7 @@ def second_factor(q, k, v):
         (scores_too, "also used by"), (bias_of_scores, "depends on the scores"),
         (bias_of_more_heads, "enlarges"), (values_in_float64, "same floating-point dtype"),
         (filled_with_little, "above -10000"), (hidden_then_scaled, "factor after the mask"),
+        (reshaped_by_name, "keyword arguments"),
         (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -77,7 +77,7 @@ class _Search:
     dropout_p: float = 0.0
 
     def result(self) -> Attention:
-        self._trace_scores(self.softmax.args[0] if self.softmax.args else None, self.softmax)
+        self._trace_scores(argument(self.softmax, 0, "input"), self.softmax)
         self.chain.append(self.softmax)
         product, ends = self.product, shape_of(self.softmax)
         assert product is not None
@@ -118,25 +118,26 @@ class _Search:
 
     def _step_up(self, name: str, node: Any, go_up: Callable[[Any, Node], None]) -> None:
         """Add the steps that compute the input of a call, then the step of the call."""
+        input = argument(node, 0, "input")
         if name == "cast":
-            go_up(node.args[0], node)
+            go_up(input, node)
         elif name in RESHAPES:
-            go_up(node.args[0], node)
+            go_up(input, node)
             method = str(node.target) if node.op == "call_method" else name
             if node.kwargs:
                 raise NotFusedError(f"{method} with keyword arguments is applied to the scores")
             self.steps.append(("reshape", method, tuple(node.args[1:])))
         elif name == "tanh":
-            go_up(node.args[0], node)
+            go_up(input, node)
             if not all(step[0] == "multiply" for step in self.steps):
                 raise NotFusedError("tanh is applied to masked or biased scores")
             self.steps.append(("tanh",))
         elif name in ("mul", "div", "add", "sub"):
             self._arithmetic(name, node, go_up)
         elif name == "masked_fill":
-            go_up(node.args[0], node)
+            go_up(input, node)
             self._replace("fill", argument(node, 1, "mask"), argument(node, 2, "value"))
-            _check_shape(node, node.args[0])
+            _check_shape(node, input)
         elif name == "where":
             self._where(node, go_up)
         else:
@@ -221,7 +222,7 @@ class _Search:
         if beta:
             if beta != 1:
                 raise NotFusedError("beta of baddbmm is neither 0 nor 1")
-            self.steps.append(("add", node.args[0]))
+            self.steps.append(("add", argument(node, 0, "input")))
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
         """Return True if a node is computed from query @ key^T."""
@@ -417,7 +418,7 @@ def _writers(node: Any, reader: Node) -> list[Node]:
     """Return the in-place calls on a tensor before `reader`, if their results are unused."""
     if not isinstance(node, Node):
         raise NotFusedError("the scores are not computed in this graph")
-    found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
+    found = [u for u in node.users if in_place(u) and argument(u, 0, "input") is node and not u.users]
     return sorted(user for user in found if user < reader)
 
 
@@ -448,7 +449,7 @@ def _is_row_shift(other: Any, scores: Any) -> bool:
         other = other.args[0]
     return (
         op_of(other) == "amax"
-        and other.args[0] is scores
+        and argument(other, 0, "input") is scores
         and argument(other, 1, "dim") in (-1, (-1,), [-1])
         and argument(other, 2, "keepdim") is True
     )
@@ -459,7 +460,8 @@ def _constant(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Node) and value.target in (torch.full, torch.tensor):
-        number = value.args[1] if value.target is torch.full else value.args[0]
+        of_full = value.target is torch.full
+        number = argument(value, 1, "fill_value") if of_full else argument(value, 0, "data")
         shape = shape_of(value)
         if isinstance(number, (int, float)) and shape is not None and shape.numel() == 1:
             return float(number)

@@ -45,7 +45,9 @@ def packed_spec(
         starts_q = _checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
         starts_k = _checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
         check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
-        within = _with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
+        within = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+        within = within & masks.causal() if is_causal else within
+        within = within if mask is None else mask & within
         batch = starts_q.shape[0] - 1
         spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query.device)
         band = spec.band
@@ -67,30 +69,6 @@ def packed_spec(
     if mask is None:
         return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
     return recall(mask.memo, memo_key, (*ends, *mask.tensors()), query.device, make)
-
-
-def _with_lengths(
-    mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> Mask:
-    """Return the mask restricted to the lengths of packed sequences.
-
-    The result is cached, so all layers share it and the values derived from it.
-
-    Args:
-        mask: mask over the padded batch, or None.
-        is_causal: combine it with a top-left causal mask.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, cumulative lengths.
-    """
-
-    def make() -> Mask:
-        whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
-        whole = whole & masks.causal() if is_causal else whole
-        return whole if mask is None else mask & whole
-
-    memo_key, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
-    if mask is None:
-        return recall_on_tensor(cu_seqlens_q, memo_key, ends, make)
-    return recall(mask.memo, memo_key, ends, cu_seqlens_q.device, make)
 
 
 def _check_max_seqlen(name: str, seqlen: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fused_attn.backends import reference
 from fused_attn.base.namespace import OPS
@@ -24,27 +23,10 @@ def attention_fwd(call: AttentionCall) -> AttentionOutputs:
     return call.outputs(False)._replace(out=out, lse=lse)
 
 
-def attention_weights(call: AttentionCall, average: bool) -> Tensor:
-    """Compute the result of the op `attention_weights` with the reference."""
-    return reference.attention_weights(call, average)
-
-
 def norm_fwd(call: NormCall) -> NormOutputs:
     """Compute out and total of the op `norm_fwd` with the reference, without statistics."""
     out, total = reference.norm(call)
     return call.outputs()._replace(out=out, total=total)
-
-
-def _attention_fwd(*values: Any) -> tuple[Tensor, ...]:
-    return tuple(attention_fwd(AttentionCall.of_flat(values)))
-
-
-def _attention_weights(*values: Any) -> Tensor:
-    return attention_weights(AttentionCall.of_flat(values), values[-2])
-
-
-def _norm_fwd(*values: Any) -> tuple[Tensor, ...]:
-    return tuple(norm_fwd(NormCall.of_flat(values)))
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Any]:
@@ -53,7 +35,9 @@ def decompositions() -> dict[torch._ops.OpOverload, Any]:
     Merge it into `torch.export.default_decompositions()`.
     """
     return {
-        OPS.attention_fwd.default: _attention_fwd,
-        OPS.attention_weights.default: _attention_weights,
-        OPS.norm_fwd.default: _norm_fwd,
+        OPS.attention_fwd.default: lambda *v: tuple(attention_fwd(AttentionCall.of_flat(v))),
+        OPS.attention_weights.default: lambda *v: reference.attention_weights(
+            AttentionCall.of_flat(v), v[-2]
+        ),
+        OPS.norm_fwd.default: lambda *v: tuple(norm_fwd(NormCall.of_flat(v))),
     }

@@ -6,6 +6,7 @@ imports triton, which takes 0.2 s and 62 MB.
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -15,33 +16,24 @@ from fused_attn.base.namespace import OPS
 from fused_attn.call.attention import AttentionCall
 
 
-def _products(shapes: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the FLOPs of query @ key^T and of weights @ value, from the shapes of a flat call.
+# Products of the size of query @ key^T, and of weights @ value, in each op.
+_PRODUCTS = {
+    "attention_fwd": (1, 1),
+    "attention_bwd": (3, 2),
+    "attention_weights": (1, 0),
+    "attention_weights_bwd": (3, 0),
+}
+
+
+def _flops(scores: int, output: int, *shapes: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of an op from the shapes of a flat call and its `_PRODUCTS`.
 
     A multiply-add counts as two FLOPs. Masks are ignored, as in torch's formulas for attention.
     Each packed key sequence counts with max_seqlen_k keys.
     """
     query, key, value = shapes[:3]
     seqlen_k = shapes[AttentionCall.NAMES.index("max_seqlen_k")] or key[-2]
-    rows = 2 * math.prod(query[:-1]) * seqlen_k
-    return rows * query[-1], rows * value[-1]
-
-
-def _attention_fwd(*shapes: Any, **kwargs: Any) -> int:
-    return sum(_products(shapes))
-
-
-def _attention_bwd(*shapes: Any, **kwargs: Any) -> int:
-    scores, output = _products(shapes)
-    return 3 * scores + 2 * output
-
-
-def _attention_weights(*shapes: Any, **kwargs: Any) -> int:
-    return _products(shapes)[0]
-
-
-def _attention_weights_bwd(*shapes: Any, **kwargs: Any) -> int:
-    return 3 * _products(shapes)[0]
+    return 2 * math.prod(query[:-1]) * seqlen_k * (scores * query[-1] + output * value[-1])
 
 
 def register() -> None:
@@ -52,6 +44,5 @@ def register() -> None:
 def _register(counter: ModuleType) -> None:
     if not hasattr(counter, "register_flop_formula"):  # partially initialized: circular import
         return
-    for formula in (_attention_fwd, _attention_bwd, _attention_weights, _attention_weights_bwd):
-        op = getattr(OPS, formula.__name__.removeprefix("_"))
-        counter.register_flop_formula(op)(formula)
+    for name, products in _PRODUCTS.items():
+        counter.register_flop_formula(getattr(OPS, name))(functools.partial(_flops, *products))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends import Backend, get_backend
+from fused_attn.backends import Backend, get_backend, reference
 from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
 from fused_attn.base.torch_state import plain_eager
@@ -82,7 +82,7 @@ def attention_weights(
     if plain_eager(*call.tensors(), lse):
         return backend.attention_weights(call, lse, lse_residual, average)
     if torch.onnx.is_in_onnx_export():
-        return decompositions.attention_weights(call, average)
+        return reference.attention_weights(call, average)
     rest = (lse, lse_residual, average, backend.name)
     return OPS.attention_weights(*call.flat(), *rest)
 

@@ -166,7 +166,7 @@ def test_compile(backend):
 
 def packed_of(mask):
     """Return the packed form that a mask has cached."""
-    (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key == ("packed", False))
+    (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key[:2] == ("spec", False))
     return kept
 
 

@@ -100,6 +100,14 @@ def test_softcap_scale_and_single_head(dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_whose_scores_differ_in_magnitude(backend):
+    """Splits of a row are merged with the maximum of that row, not with that of the next one."""
+    tensors = random_qkv(1, 2, 2, 1, 1500, 16)
+    tensors["query"][:, 1] *= 300.0
+    check(tensors, None, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_reference(backend):
     mask = masks.padding([333, 100])
     check(random_qkv(2, 4, 2, 5, 333, 16), mask, torch.float32, backend, dropout_p=0.4)

@@ -171,6 +171,8 @@ def slack_of(case: Case, tensors: dict[str, Tensor]) -> dict[str, float]:
     scale = abs(case["options"]["scale"] or query.shape[-1] ** -0.5)
     keep = 1.0 - case["options"].get("dropout_p", 0.0)
     terms = ROUNDINGS * roundoff / keep * largest
+    if case["dtype"] == "float16":  # the residuals of outputs below 2^-14 saturate
+        terms = terms + 2.0**-25 * value.shape[-1]
     factors = {"grad_query": scale * key.abs().max(), "grad_key": scale * query.abs().max()}
     if "bias" in tensors:  # its gradient is a sum over the dimensions that it is broadcast to
         rows = query[..., 0].numel() * key.shape[-2] / tensors["bias"].numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -117,10 +118,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             k, v, terms, is_causal = self._prepend_keys(k, v, terms, is_causal, extra)
         args = (q, k, v, combine(terms), self.dropout if self.training else 0.0, is_causal)
         if not need_weights:
-            out = self._attend(functional.scaled_dot_product_attention, *args)
+            out = on_heads_of(self, functional.scaled_dot_product_attention, *args)
             return self.out_proj(self._merge_heads(out, batched)), None
         attend = partial(attention_with_weights, average=average_attn_weights)
-        out, weights = self._attend(attend, *args)
+        out, weights = on_heads_of(self, attend, *args)
         weights = weights.roll(-extra, -1) if extra else weights
         output = self.out_proj(self._merge_heads(out, batched))
         return output, weights if batched else weights.squeeze(0)
@@ -158,8 +159,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         projected = self._linear(x[0], self.in_proj_weight, self._bias())
         head_dim = self.embed_dim // self.num_heads
         q, k, v = projected.unflatten(1, (3, -1, head_dim)).unbind(1)
-        out = self._attend(
-            functional.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
+        out = on_heads_of(
+            self, functional.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
             packing.max_seqlen, packing.max_seqlen, packing.mask,
             self.dropout if self.training else 0.0,
         )  # fmt: skip
@@ -187,8 +188,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             terms.append(masks.causal(align="bottom_right"))
         # This call takes 20 us per token, and decode_attention would take 140 us (CPU, 128 cached
         # positions, 8 heads, head_dim 64).
-        out = self._attend(
-            functional.scaled_dot_product_attention, q, k, v, combine(terms),
+        out = on_heads_of(
+            self, functional.scaled_dot_product_attention, q, k, v, combine(terms),
             self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.out_proj(self._merge_heads(out, True))
@@ -214,8 +215,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
-        out = self._attend(
-            functional.scaled_dot_product_attention, q, key, value, combine(terms),
+        out = on_heads_of(
+            self, functional.scaled_dot_product_attention, q, key, value, combine(terms),
             self.dropout if self.training else 0.0,
         )  # fmt: skip
         out = out.unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
@@ -306,12 +307,6 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def _rows(self, parameter: Any) -> Any:
         """Return the rows of a parameter that belong to the heads of this rank."""
         return parameter if self.head_mesh is None else heads().local(parameter)
-
-    def _attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
-        """Call an attention function on the heads of this rank."""
-        if self.head_mesh is None:
-            return attend(q, k, v, *args)
-        return heads().on_heads(attend, self.head_mesh, q, k, v, *args)
 
     def _split_heads(self, packed: Tensor, count: int) -> tuple[Tensor, ...]:
         """Split (..., count * embed_dim) into count (batch, num_heads, seqlen, head_dim) views."""
@@ -417,19 +412,24 @@ def mask_terms(
     return terms, is_causal
 
 
+def on_heads_of(
+    module: Any, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any
+) -> Any:
+    """Call attend(q, k, v, *args), on the heads of this rank if HeadwiseParallel split them."""
+    mesh = getattr(module, "head_mesh", None)
+    if mesh is None:
+        return attend(q, k, v, *args)
+    return heads().on_heads(attend, mesh, q, k, v, *args)
+
+
 def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
     """Combine the masks from `mask_terms` into one; return None if the list is empty."""
     if len(terms) < 2:
         return terms[0] if terms else None
-    combined = as_mask(terms[0])
+    combined = cast(Mask, masks.as_mask(terms[0]))
     for term in terms[1:]:
-        combined = combined & as_mask(term)
+        combined = combined & cast(Mask, masks.as_mask(term))
     return combined
-
-
-def as_mask(term: Tensor | Mask) -> Mask:
-    """Convert a mask from `mask_terms` to a Mask."""
-    return cast(Mask, masks.as_mask(term))
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +130,8 @@ def packing_of(
     if mask is not None:
         if bool((real[:, 1:] > real[:, :-1]).any()):
             return None
-        within = mask if isinstance(mask, Mask) else _as_mask(mask, max_seqlen)
+        mask = mask if isinstance(mask, Mask) else mask[..., :max_seqlen, :max_seqlen]
+        within = cast(Mask, masks.as_mask(mask))
     if is_causal:
         within = within & masks.causal()
     if not batch_first:
@@ -222,11 +223,6 @@ def _may_break_graph() -> bool:
         _uncompiled = torch._dynamo.disable(_uncompiled, reason="it depends on tensor values")
     tracer = InstructionTranslator.current_tx()
     return not (tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
-
-
-def _as_mask(mask: Tensor, seqlen: int) -> Mask:
-    mask = mask[..., :seqlen, :seqlen]
-    return masks.dense(mask) if mask.dtype == torch.bool else masks.bias(mask)
 
 
 def _is_tokenwise(layer: Module) -> bool:

@@ -13,7 +13,7 @@ from fused_attn import masks
 from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
+from fused_attn.nn.attention import MultiheadAttention, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.packing import Packing, can_pack, is_unmodified, outside_graphs, packing_of
 from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
@@ -93,7 +93,9 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
             # torch skips the padding with nested tensors.
             return self._without_ignored(super().forward(src, None, ignored), ignored)
         causal = is_causal_mask(mask, is_causal)
-        packing = self._packing(src, mask, ignored, causal)
+        packing = None
+        if self.enable_nested_tensor and ignored is not None:
+            packing = outside_graphs(self._packing, src, mask, ignored, causal)
         if packing is not None:
             packed = packing.pack(src)
             for layer in self.layers:
@@ -154,20 +156,9 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         return torch._nested_tensor_from_mask_left_aligned(src, ~ignored)
 
     def _packing(
-        self,
-        src: Tensor,
-        mask: Tensor | Mask | None,
-        ignored: Tensor | None,
-        is_causal: bool,
-    ) -> Packing | None:
-        """Return the packing of src, or None to keep src padded; arguments as in `forward`."""
-        if not self.enable_nested_tensor or ignored is None:
-            return None
-        return outside_graphs(self._packing_by_values, src, mask, ignored, is_causal)
-
-    def _packing_by_values(
         self, src: Tensor, mask: Tensor | Mask | None, ignored: Tensor, is_causal: bool
     ) -> Packing | None:
+        """Return the packing of src, or None to keep src padded; arguments as in `forward`."""
         if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
             return None
         if not can_pack(src, ignored, mask, self.layers, self.norm):
@@ -388,10 +379,7 @@ def _share_masks(
     terms, is_causal = mask_terms(
         mask, key_padding_mask, is_causal, batch, module.num_heads, *seqlens
     )
-    if is_causal:
-        terms.append(masks.causal())
-    combined = combine(terms)
-    return None if combined is None else as_mask(combined), None, False
+    return masks.as_mask(combine(terms), is_causal), None, False
 
 
 def _takes_masks(layer: Module, attention: str) -> bool:

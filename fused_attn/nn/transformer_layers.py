@@ -112,8 +112,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         # Calls with a mask never use torch's path, which returns NaN for fully masked rows.
         if unmasked and type(self) is TransformerEncoderLayer and torch_infers(self, src):
             return super().forward(src)
-        if src.is_nested:
-            return self._forward_nested(src, src_mask, src_key_padding_mask, is_causal)
+        if src.is_nested:  # torch's encoder passes such tensors in inference
+            if src_key_padding_mask is not None:
+                raise ValueError("src_key_padding_mask must be None if src is a nested tensor")
+            return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
         masks = (src_mask, src_key_padding_mask, is_causal)
         return self._sublayers(src, lambda x: self._self_attend(x, *masks))
 
@@ -136,18 +138,6 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             return x + drop(self.dropout2, self._feed_forward(normed))
         x = residual_norm(self.norm1, self.dropout1, attend(src), src)
         return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
-
-    def _forward_nested(
-        self,
-        src: Tensor,
-        src_mask: Tensor | Mask | None,
-        src_key_padding_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Run the layer on a nested tensor, which torch's encoder passes in inference."""
-        if src_key_padding_mask is not None:
-            raise ValueError("src_key_padding_mask must be None if src is a nested tensor")
-        return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
 
 
 @replaces(torch.nn.TransformerDecoderLayer)

@@ -15,7 +15,6 @@ from fused_attn.base.behind_import import behind_import
 from fused_attn.base.namespace import OPS
 from fused_attn.call.attention import AttentionCall
 
-
 # Products of the size of query @ key^T, and of weights @ value, in each op.
 _PRODUCTS = {
     "attention_fwd": (1, 1),

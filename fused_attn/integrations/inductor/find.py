@@ -418,7 +418,9 @@ def _writers(node: Any, reader: Node) -> list[Node]:
     """Return the in-place calls on a tensor before `reader`, if their results are unused."""
     if not isinstance(node, Node):
         raise NotFusedError("the scores are not computed in this graph")
-    found = [u for u in node.users if in_place(u) and argument(u, 0, "input") is node and not u.users]
+    found = [
+        u for u in node.users if in_place(u) and argument(u, 0, "input") is node and not u.users
+    ]
     return sorted(user for user in found if user < reader)
 
 

@@ -7,7 +7,6 @@ pass, and `attention_forward` in every layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn import functional, masks
-from fused_attn.call.handlers import heads
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
 from fused_attn.integrations.transformers.packed import (
     PACKING,
@@ -24,7 +22,7 @@ from fused_attn.integrations.transformers.packed import (
     encoder_arguments,
 )
 from fused_attn.masks import Mask
-from fused_attn.nn.attention import combine
+from fused_attn.nn.attention import combine, on_heads_of
 from fused_attn.nn.packing import Packing
 
 # Unsupported arguments that would change the result, with descriptions for error messages. Other
@@ -133,18 +131,8 @@ def attention_forward(
         enable_gqa=query.shape[1] != key.shape[1],
         **options,
     )
-    out = _on_heads_of(module, attend, query, key, value)
+    out = on_heads_of(module, attend, query, key, value)
     return cast(Tensor, out).transpose(1, 2).contiguous(), None
-
-
-def _on_heads_of(
-    module: Module, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor
-) -> Any:
-    """Call attend(query, key, value), for the heads of this rank if HeadwiseParallel split them."""
-    mesh = getattr(module, "head_mesh", None)
-    if mesh is None:
-        return attend(query, key, value)
-    return heads().on_heads(attend, mesh, query, key, value)
 
 
 def _attend_packed(
@@ -157,7 +145,7 @@ def _attend_packed(
     """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     attend = partial(functional.varlen_attention, **options)
-    return _on_heads_of(module, attend, query, key, value)[None]
+    return on_heads_of(module, attend, query, key, value)[None]
 
 
 def _checked_mask(

@@ -32,10 +32,6 @@ def _of_input(input: dtype, weight: dtype) -> dtype:
     return input
 
 
-def _promoted(input: dtype, weight: dtype) -> dtype:
-    return torch.promote_types(input, weight)
-
-
 def _of_half_weight(input: dtype, weight: dtype) -> dtype:
     half = weight in (torch.float16, torch.bfloat16)
     return weight if half else torch.promote_types(input, weight)
@@ -44,7 +40,7 @@ def _of_half_weight(input: dtype, weight: dtype) -> dtype:
 # Maps (module under transformers.models, class name) to the style of the class. Each entry also
 # covers the classes of other models that have the same code (see by_code.py).
 STYLES = {
-    ("llama.modeling_llama", "LlamaRMSNorm"): Style("variance_epsilon", 0.0, _promoted),
+    ("llama.modeling_llama", "LlamaRMSNorm"): Style("variance_epsilon", 0.0, torch.promote_types),
     ("gemma2.modeling_gemma2", "Gemma2RMSNorm"): Style("eps", 1.0, _of_input),
     ("gpt_oss.modeling_gpt_oss", "GptOssRMSNorm"): Style("variance_epsilon", 0.0, _of_input),
     ("t5.modeling_t5", "T5LayerNorm"): Style("variance_epsilon", 0.0, _of_half_weight),

@@ -43,7 +43,7 @@ _CODE = re.compile(r"(^```.*?^```|^ {4}[^\n]*$)", re.MULTILINE | re.DOTALL)
 
 def with_links_of_the_site(text: str, source: str, page: str) -> str:
     """Links are those of `source`, a file of the repository, made to hold in a page of the site.
-    Those to code become downloads."""
+    Those to code, and to Markdown that is no page of it, become downloads."""
     pages = {file: name for name, file in PAGES.items()}
 
     def linked(match: re.Match[str]) -> str:
@@ -53,7 +53,8 @@ def with_links_of_the_site(text: str, source: str, page: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         place = f"docs/{pages[path]}.md" if path in pages else path
         there = posixpath.relpath(place, posixpath.dirname(f"docs/{page}"))
-        return f"{label}({there}{anchor or ''})"
+        outside = "path:" if place.endswith(".md") and not place.startswith("docs/") else ""
+        return f"{label}({outside}{there}{anchor or ''})"
 
     parts = _CODE.split(text)
     return "".join(p if i % 2 else _LINK.sub(linked, p) for i, p in enumerate(parts))

@@ -16,12 +16,6 @@ import fused_attn as fa
 from fused_attn import masks
 from fused_attn.tools import contract
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 MASKS = {
     "causal": masks.causal,
     "padding": lambda: masks.padding([LENGTH, 17, 9, 0]),

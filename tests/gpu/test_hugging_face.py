@@ -19,11 +19,6 @@ from fused_attn.tools import contract
 training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def tiny_bert(**kwargs):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.BertConfig(

@@ -29,11 +29,6 @@ import fused_attn.nn as fnn
 from fused_attn.tools import contract
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def perturbed(module, training):
     return perturb(module).train(training)
 

@@ -61,7 +61,6 @@ def compared(model, **inputs):
 
 def test_llama_with_packed_documents(calls):
     """Packed documents reach the backend as intervals; blocks of other documents are skipped."""
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
@@ -81,7 +80,6 @@ def test_llama_with_packed_documents(calls):
 
 def test_bert_with_padding(calls):
     """BERT's padding reaches the backend without a dense mask, and with blocks to skip."""
-    torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, max_position_embeddings=LENGTH, attn_implementation="eager",
@@ -100,7 +98,6 @@ def test_bert_with_padding(calls):
 
 def test_t5_with_a_relative_bias(calls):
     """T5's position bias becomes a score_mod; no mask is dense, and blocks are skipped."""
-    torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2,
         dropout_rate=0.0, attn_implementation="eager",

@@ -17,11 +17,6 @@ B, L, E = 2, 6, 32
 PADDED = torch.arange(L) >= torch.tensor([[4], [L]])
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 class Called(torch.nn.Module):
     """Module that calls a given function."""
 

@@ -17,11 +17,6 @@ peft = pytest.importorskip("peft", reason="reason: needs peft")
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def adapted(bert):
     """Return BERT with perturbed LoRA adapters, because newly created ones have no effect."""
     config = peft.LoraConfig(r=2, target_modules=["query", "value", "dense"], lora_dropout=0.0)

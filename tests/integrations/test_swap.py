@@ -11,11 +11,6 @@ import fused_attn.nn as fnn
 from fused_attn.swap import SwapReport, contains_fused_modules, swap_modules
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 class Block(torch.nn.Module):
     """Model with deeply nested attention, and a norm that is used in two places."""
 

@@ -25,8 +25,7 @@ ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "silu", "gelu_python")
 
 
 @pytest.fixture(autouse=True)
-def _seed(monkeypatch):
-    torch.manual_seed(0)
+def small_models(monkeypatch):
     monkeypatch.setattr(activation, "MIN_NUMEL", 0)  # so that small models run the fused pass
 
 

@@ -43,11 +43,6 @@ TYPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=NORMS)
 def norm(request):
     """Return a norm, and the number that its formula adds to the weight."""

@@ -18,11 +18,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 NORM_NAMES = ("LayerNorm", "RMSNorm")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def kernel_calls():
     """Return a list to which each call of our attention or norms appends the function's name."""

@@ -20,11 +20,6 @@ EMBED, HEADS, LENGTH = 12, 2, 5  # torch's inference path requires an even numbe
 PADDED = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def kernel_calls():
     """Return a list to which each call of our attention or layer norm appends its name."""

@@ -48,7 +48,6 @@ def timm():
 @pytest.fixture(params=MODELS)
 def case(request, timm):
     """Return a float64 model, images, and the model's numbers of attention calls and norms."""
-    torch.manual_seed(0)
     name, options, calls, norms = MODELS[request.param]
     model = timm.create_model(name, **SMALL, **options).double()
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)

@@ -12,11 +12,6 @@ import fused_attn
 quantization = pytest.importorskip("torchao.quantization", reason="reason: needs torchao")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def quantized(model: torch.nn.Module) -> torch.nn.Module:
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     return model

@@ -22,11 +22,6 @@ from fused_attn.tools.compare import compare  # noqa: E402
 BATCH, LENGTH = 3, 9
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def config(**kwargs):
     return BertConfig(
         vocab_size=50,

@@ -32,11 +32,6 @@ DECLINING = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """Return a list to which each call of the fused attention appends its mask."""

@@ -13,11 +13,6 @@ DECODERS = {family.name: family for family in FAMILIES if family.generates}
 PROMPT, NEW = 7, 6  # the prompt exceeds the window of 4
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def prompt(family):
     """Return inputs that are padded on the side that the model expects."""
     inputs = family.inputs()

@@ -46,11 +46,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 # ---- construction --------------------------------------------------------------------------------
 
 

@@ -36,11 +36,6 @@ CLASSES = [
 LAYER = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_signatures_of_forward_are_those_of_torch(name):
     theirs, ours = getattr(torch.nn, name), getattr(fnn, name)

@@ -23,12 +23,6 @@ from nn_helpers import (
 import fused_attn.nn as fnn
 from fused_attn import masks
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 ATTENTIONS = {
     "plain": {},
     "batch_first": {"batch_first": True},

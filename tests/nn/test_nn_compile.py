@@ -20,11 +20,6 @@ import fused_attn
 import fused_attn.nn as fnn
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def graph_cases():
     padding = torch.tensor([[False] * LEN_Q, [False] * 3 + [True] * 2])
     x, memory = randn(BATCH, LEN_Q, EMBED), randn(BATCH, LEN_K, EMBED)

@@ -18,11 +18,6 @@ BATCH, LEN_T, LEN_S, VOCABULARY, BOS, EOS = 3, 7, 5, 6, 1, 0
 PADDING = torch.arange(LEN_S) >= torch.tensor([[5], [2], [4]])
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def decoder(norm=True, **kwargs):
     layer = torch.nn.TransformerDecoderLayer(
         EMBED, HEADS, 40, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **kwargs}

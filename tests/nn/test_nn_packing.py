@@ -28,11 +28,6 @@ MASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def packings(monkeypatch):
     """Return a list to which each call of `packing_of` appends its result."""

@@ -26,12 +26,6 @@ import fused_attn
 import fused_attn.nn as fnn
 from fused_attn.nn import transformer as fused_transformer
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 # ---- layers --------------------------------------------------------------------------------------
 
 

@@ -36,11 +36,6 @@ from fused_attn.ops import library as ops
 AVERAGE = pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def with_weights(mask=None, **options):
     """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
 

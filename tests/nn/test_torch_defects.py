@@ -19,11 +19,6 @@ ALL_PADDED = torch.tensor([[False] * LENGTH, [True] * LENGTH])
 SOME_PADDED = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def attention(**kwargs):
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True, **kwargs))
     return theirs, fnn.MultiheadAttention.from_torch(theirs)

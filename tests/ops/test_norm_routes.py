@@ -20,11 +20,6 @@ FORMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def looked_at():
     """Return the list of calls that were validated."""

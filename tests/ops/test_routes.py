@@ -23,11 +23,6 @@ MASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def looked_at():
     """Return the list of calls that were validated."""

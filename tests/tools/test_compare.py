@@ -15,11 +15,6 @@ from fused_attn.tools.comparison import ComparisonReport, ComparisonRow
 from fused_attn.tools.recording import Recorder
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def transformer(**kwargs):
     defaults = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
     return torch.nn.Transformer(**defaults, dim_feedforward=48, batch_first=True, **kwargs)

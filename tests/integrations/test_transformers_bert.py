@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from enable_helpers import spy_on_masks
 from nn_helpers import assert_equal_in_float64, assert_within_contract, run
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -11,7 +12,6 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import BertConfig, BertLMHeadModel, BertModel  # noqa: E402
 from transformers.models.bert import modeling_bert  # noqa: E402
 
-import fused_attn  # noqa: E402
 import fused_attn.nn as fnn  # noqa: E402
 from fused_attn import masks  # noqa: E402
 from fused_attn.integrations import transformers as integration  # noqa: E402
@@ -106,14 +106,7 @@ def test_bert_compare(monkeypatch):
 
 
 def test_bert_padding_is_a_key_mask(monkeypatch):
-    seen = []
-    attend = fused_attn.functional.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, *args, **kwargs):
-        seen.append(attn_mask)
-        return attend(query, key, value, attn_mask, *args, **kwargs)
-
-    monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
+    seen = spy_on_masks(monkeypatch)
     model = BertModel(config())
     swap_modules(model)
     model.encoder.layer[0].register_forward_hook(lambda *args: None)  # hooks prevent packing
@@ -148,15 +141,7 @@ def test_bert_decoder_is_causal_with_structure(padded, monkeypatch):
     expected = eager(model)(**kwargs).logits
     real = kwargs.get("attention_mask", torch.ones(BATCH, LENGTH)).bool()
     torch.testing.assert_close(fused(**kwargs).logits[real], expected[real])
-
-    seen = []
-    attend = fused_attn.functional.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, *args, **kwargs):
-        seen.append(attn_mask)
-        return attend(query, key, value, attn_mask, *args, **kwargs)
-
-    monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
+    seen = spy_on_masks(monkeypatch)
     fused(**kwargs)
     for mask in seen:
         assert isinstance(mask, Mask)

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
+from enable_helpers import spy_on_masks
 from hf_configs import small_config
 from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
 from nn_helpers import assert_equal_in_float64, perturb, run
 
-from fused_attn import functional
 from fused_attn.integrations import transformers as integration
 from fused_attn.masks import Mask
 from fused_attn.swap import swap_modules
@@ -35,15 +35,7 @@ DECLINING = [
 @pytest.fixture
 def calls(monkeypatch):
     """Return a list to which each call of the fused attention appends its mask."""
-    seen = []
-    attend = functional.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, *args, **kwargs):
-        seen.append(attn_mask)
-        return attend(query, key, value, attn_mask, *args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    return seen
+    return spy_on_masks(monkeypatch)
 
 
 @pytest.fixture

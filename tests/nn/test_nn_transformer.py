@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from enable_helpers import spy_on_masks
 from nn_helpers import (
     BATCH,
     EMBED,
@@ -22,7 +23,6 @@ from nn_helpers import (
     sequence,
 )
 
-import fused_attn
 import fused_attn.nn as fnn
 from fused_attn.nn import transformer as fused_transformer
 
@@ -254,19 +254,6 @@ def test_encoder_keeps_causal_and_padding_as_structure(monkeypatch, hint):
     assert len(mask.bands) == 1
     assert not mask.biases
     assert [tuple(m.shape) for m in mask.dense_masks] == [(BATCH, 1, 1, LEN_Q)]
-
-
-def spy_on_masks(monkeypatch):
-    seen = []
-    attend = fused_attn.functional.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
-        assert not is_causal or attn_mask is None
-        seen.append(attn_mask if attn_mask is not None else is_causal)
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-
-    monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
-    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])

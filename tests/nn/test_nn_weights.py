@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from enable_helpers import spy_on_masks
 from helpers import (
     BACKENDS,
     DTYPES,
@@ -24,7 +25,6 @@ from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn, random
 from torch.autograd import gradcheck, gradgradcheck
 
 import fused_attn.nn as fnn
-from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.base import philox
@@ -324,14 +324,7 @@ def test_weights_come_from_a_second_op(monkeypatch):
 
 def test_causal_and_appended_keys_stay_structure(monkeypatch):
     """With appended keys, causality stays a band, and padding stays a (batch, 1, 1, keys) mask."""
-    seen = []
-    attend = F.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, *args):
-        seen.append(attn_mask)
-        return attend(query, key, value, attn_mask, *args)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    seen = spy_on_masks(monkeypatch)
     ours = fnn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True, add_zero_attn=True)
     x, padding = torch.randn(9, 2, EMBED), torch.zeros(2, 9, dtype=torch.bool)
     ours(x, x, x, padding, need_weights=False, is_causal=True)

@@ -26,6 +26,26 @@ def torch_as_it_was() -> Iterator[None]:
     assert torch._C._dispatch_dump_table(OP) == before
 
 
+def spy_on_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list to which each later call of this package's attention appends its attn_mask.
+
+    Calls must not pass is_causal in addition to a mask: callers add the causal band to the mask.
+    """
+    seen: list[Any] = []
+    attend = functional.scaled_dot_product_attention
+
+    def spy(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        assert not is_causal or attn_mask is None
+        seen.append(attn_mask)
+        return attend(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    return seen
+
+
 class Computed(list):
     """List of (dropout_p, attn_mask), one per call that this package computed, in order."""
 

@@ -108,8 +108,7 @@ def test_encoder_layer(padded):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Bert", "Mistral"])
 def test_swapped_model_of_transformers(name):
-    families = pytest.importorskip("hf_families").FAMILIES
-    family = next(family for family in families if family.name == name)
+    family = pytest.importorskip("hf_families").BY_NAME[name]
     model = family.model()
     fused_attn.swap_modules(model)
 

@@ -7,14 +7,13 @@ import sys
 import pytest
 import torch
 from enable_helpers import functions_called
-from hf_families import FAMILIES, VOCABULARY, transformers
+from hf_families import BY_NAME, FAMILIES, VOCABULARY, Outputs, transformers
 from nn_helpers import DRAWS, assert_equal_in_float64, assert_within_contract, cast, pooled, run
 
 from fused_attn.integrations.transformers.norms import TransformersNorm
 from fused_attn.nn.norm import Norm
 from fused_attn.swap import swap_modules
 
-BY_NAME = {family.name: family for family in FAMILIES}
 NORM_NAMES = ("LayerNorm", "RMSNorm")
 
 
@@ -24,24 +23,6 @@ def kernel_calls():
     names = ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm")
     with functions_called(*names) as seen:
         yield seen
-
-
-class Outputs(torch.nn.Module):
-    """Wrapper that returns the outputs to compare, without padded tokens."""
-
-    def __init__(self, model, names):
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, **kwargs):
-        out = self.model(**kwargs)
-        padding = kwargs.get("decoder_attention_mask", kwargs.get("attention_mask"))
-        return tuple(
-            out[name][padding.bool()]
-            if padding is not None and padding.shape == out[name].shape[:2]
-            else out[name]
-            for name in self.names
-        )
 
 
 def exact(model, monkeypatch):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hf_families import FAMILIES, VOCABULARY, transformers
+from hf_families import BY_NAME, VOCABULARY, transformers
 
 from fused_attn import stats, swap_modules
 from fused_attn.integrations import transformers as integration
 
 integration.register()
-DECODERS = {family.name: family for family in FAMILIES if family.generates}
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
 
@@ -46,7 +45,7 @@ def test_generate_batch_equals_generate(name):
 
     Some models have windows, softcap (Gemma2) or sinks (GptOss).
     """
-    model = DECODERS[name].model("fused_attn")
+    model = BY_NAME[name].model("fused_attn")
     with stats() as counts:
         tokens = in_batches(model)
     assert counts.fused and not counts.left_to_torch
@@ -55,7 +54,7 @@ def test_generate_batch_equals_generate(name):
 
 
 def test_generate_batch_of_a_swapped_model():
-    model = DECODERS["Qwen3"].model()
+    model = BY_NAME["Qwen3"].model()
     report = swap_modules(model)
     tokens = in_batches(model)
     report.restore()
@@ -63,7 +62,7 @@ def test_generate_batch_of_a_swapped_model():
 
 
 def test_other_implementations_are_those_of_transformers():
-    model = DECODERS["Llama"].model("sdpa")
+    model = BY_NAME["Llama"].model("sdpa")
     with stats() as counts:
         tokens = in_batches(model, auto_switch_to_flash=False)
     assert not counts.fused
@@ -71,7 +70,7 @@ def test_other_implementations_are_those_of_transformers():
 
 
 def test_models_whose_attention_depends_on_masks_are_refused(monkeypatch):
-    model = DECODERS["Llama"].model("fused_attn")
+    model = BY_NAME["Llama"].model("fused_attn")
     monkeypatch.setattr(type(model), "_supports_flash_attn", False)
     with pytest.raises(NotImplementedError, match="does not support LlamaForCausalLM in cont"):
         in_batches(model)

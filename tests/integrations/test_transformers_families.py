@@ -7,7 +7,17 @@ import pytest
 import torch
 from enable_helpers import spy_on_masks
 from hf_configs import small_config
-from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
+from hf_families import (
+    BY_NAME,
+    FAMILIES,
+    LENGTH,
+    TEXT,
+    VOCABULARY,
+    Outputs,
+    on_eager,
+    text,
+    transformers,
+)
 from nn_helpers import assert_equal_in_float64, perturb, run
 
 from fused_attn.integrations import transformers as integration
@@ -15,7 +25,6 @@ from fused_attn.masks import Mask
 from fused_attn.swap import swap_modules
 
 integration.register()
-BY_NAME = {family.name: family for family in FAMILIES}
 OWN_ATTENTION = {
     "MPNetModel": transformers.MPNetConfig(**TEXT),
     "DebertaV2Model": transformers.DebertaV2Config(**TEXT),
@@ -45,34 +54,6 @@ def exact_softmax(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
     )
-
-
-class Outputs(torch.nn.Module):
-    """Wrapper for `run` that returns the outputs to compare, without padded tokens.
-
-    Left padding of causal models is fully masked: eager attention returns the mean of V there, and
-    fused_attn returns 0. Real tokens do not attend to padding.
-    """
-
-    def __init__(self, model, names):
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, **kwargs):
-        out = self.model(**kwargs)
-        padding = kwargs.get("decoder_attention_mask", kwargs.get("attention_mask"))
-        return tuple(self.real(out[name], padding) for name in self.names)
-
-    def real(self, tensor, padding):
-        if padding is None or padding.shape != tensor.shape[:2]:
-            return tensor
-        return tensor[padding.bool()]
-
-
-def on_eager(model):
-    eager = copy.deepcopy(model)
-    integration.set_implementation(eager, "eager")
-    return eager
 
 
 def assert_equals_eager(model, family, inputs, calls):

@@ -1,15 +1,12 @@
 """transformers' `generate` returns the same tokens with fused_attn as with eager attention."""
 
-import copy
-
 import pytest
 import torch
-from hf_families import BATCH, FAMILIES, LENGTH, tokens, transformers
+from hf_families import BATCH, BY_NAME, FAMILIES, LENGTH, on_eager, tokens, transformers
 
 from fused_attn.integrations import transformers as integration
 
 integration.register()
-DECODERS = {family.name: family for family in FAMILIES if family.generates}
 PROMPT, NEW = 7, 6  # the prompt exceeds the window of 4
 
 
@@ -27,19 +24,13 @@ def prompt(family):
     return {"input_ids": tokens(PROMPT), "attention_mask": mask}
 
 
-def on_eager(model):
-    eager = copy.deepcopy(model)
-    integration.set_implementation(eager, "eager")
-    return eager
-
-
 def generate(model, inputs, **options):
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **options}
     return model.generate(**inputs, **options)
 
 
 @pytest.mark.parametrize(("beams", "cache"), [(1, "static"), (2, "dynamic")])
-@pytest.mark.parametrize("family", DECODERS.values(), ids=str)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.generates], ids=str)
 def test_generate_equals_eager(family, beams, cache):
     model = family.model("fused_attn")
     inputs = prompt(family)
@@ -50,7 +41,7 @@ def test_generate_equals_eager(family, beams, cache):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
 def test_a_cache_that_is_continued_in_chunks(name):
-    model = DECODERS[name].model("fused_attn")
+    model = BY_NAME[name].model("fused_attn")
     ids = tokens()
     expected = on_eager(model)(ids, use_cache=False).logits
     for cache in (
@@ -73,8 +64,8 @@ def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
 
     Gemma2 has one more graph, because its static window cache moves keys.
     """
-    model = DECODERS[name].model("fused_attn")
-    inputs = prompt(DECODERS[name])
+    model = BY_NAME[name].model("fused_attn")
+    inputs = prompt(BY_NAME[name])
     expected = generate(on_eager(model), inputs)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -172,9 +172,9 @@ def test_attention_of_transformers_by_the_name_of_the_repository(published, kern
     The inputs are padded. The last three models have sliding windows, Gemma2 also has softcap,
     and GptOss has sinks.
     """
-    from hf_families import FAMILIES
+    from hf_families import BY_NAME
 
-    family = next(family for family in FAMILIES if family.name == name)
+    family = BY_NAME[name]
     model, inputs = family.model("eager"), family.inputs()
     real = inputs["attention_mask"].bool()
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from nn_helpers import perturb
 from torch import Tensor
+
+from fused_attn.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -177,3 +180,33 @@ FAMILIES = [
         "Detr", "ForObjectDetection", detr, padded_image, ("logits", "pred_boxes"), attentions=6
     ),
 ]  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+class Outputs(torch.nn.Module):
+    """Wrapper for `run` that returns the outputs to compare, without padded tokens.
+
+    Left padding of causal models is fully masked: eager attention returns the mean of V there, and
+    fused_attn returns 0. Real tokens do not attend to padding.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, **kwargs: Any) -> tuple[Tensor, ...]:
+        out = self.model(**kwargs)
+        padding = kwargs.get("decoder_attention_mask", kwargs.get("attention_mask"))
+        return tuple(
+            out[name][padding.bool()]
+            if padding is not None and padding.shape == out[name].shape[:2]
+            else out[name]
+            for name in self.names
+        )
+
+
+def on_eager(model: Any) -> Any:
+    """Return a copy of a model with eager attention."""
+    eager = copy.deepcopy(model)
+    integration.set_implementation(eager, "eager")
+    return eager

@@ -15,6 +15,21 @@ from fused_attn.tools.comparison import ComparisonReport, ComparisonRow
 from fused_attn.tools.recording import Recorder
 
 
+class Normed(torch.nn.Module):
+    """Layer norm and a function of the norm and the input, which computes the output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.function = torch.nn.LayerNorm(16), function
+
+    def forward(self, x):
+        return self.function(self.norm, x)
+
+
+def noisy(noise):
+    return Normed(lambda norm, x: norm(x) + noise(x))
+
+
 def transformer(**kwargs):
     defaults = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
     return torch.nn.Transformer(**defaults, dim_feedforward=48, batch_first=True, **kwargs)
@@ -303,15 +318,7 @@ def test_errors():
 
 
 def test_nothing_compared_is_not_ok():
-    class Argmax(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(4)
-
-        def forward(self, x):
-            return self.norm(x).argmax(-1)
-
-    assert not compare(Argmax(), torch.randn(3, 4)).ok
+    assert not compare(Normed(lambda norm, x: norm(x).argmax(-1)), torch.randn(3, 16)).ok
 
 
 def test_an_output_above_the_limit_is_explained(monkeypatch):
@@ -322,17 +329,6 @@ def test_an_output_above_the_limit_is_explained(monkeypatch):
     report = compare(model, x)
     assert not report.ok
     assert any("accumulate" in note for note in report.notes)
-
-
-class Noisy(torch.nn.Module):
-    """Layer norm that adds noise to its output."""
-
-    def __init__(self, noise):
-        super().__init__()
-        self.norm, self.noise = torch.nn.LayerNorm(16), noise
-
-    def forward(self, x):
-        return self.norm(x) + self.noise(x)
 
 
 def of_python(x):
@@ -352,47 +348,42 @@ def with_its_own_seed(x):
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_model_that_does_not_repeat_is_refused(noise, backward):
     with pytest.raises(ValueError, match=r"same outputs in every run, got .* in output .* random"):
-        compare(Noisy(noise), torch.randn(9, 16), backward=backward)
+        compare(noisy(noise), torch.randn(9, 16), backward=backward)
 
 
 def test_the_first_layer_that_does_not_repeat_is_named():
     layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    model.layers[1].norm1 = Noisy(torch.randn_like)
+    model.layers[1].norm1 = noisy(torch.randn_like)
     with pytest.raises(ValueError, match=r"first layer that differs: layers\.1\.norm1\)"):
         compare(model, torch.randn(2, 5, 16))
 
 
 def test_a_model_that_differs_in_float64_is_refused():
     with pytest.raises(ValueError, match=r"about the same outputs in float64 and float32"):
-        compare(Noisy(with_its_own_seed), torch.randn(9, 16))
+        compare(noisy(with_its_own_seed), torch.randn(9, 16))
 
 
 def test_noise_of_sixteen_bits_is_refused():
     """A bfloat16 model with random outputs is refused, even if the noise is at most 0.1."""
-    model = Noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
+    model = noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
     with pytest.raises(ValueError, match="same outputs in every run"):
         compare(model, torch.randn(9, 16).bfloat16())
 
 
 def test_nothing_finite_is_refused():
     with pytest.raises(ValueError, match="finite values"):
-        compare(Noisy(lambda x: x * float("nan")), torch.randn(9, 16))
+        compare(noisy(lambda x: x * float("nan")), torch.randn(9, 16))
 
 
 def test_an_output_that_is_0_but_for_rounding():
     """A model with an output that is 0 up to rounding is not refused as random."""
 
-    class Means(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(16)
+    def means(norm, x):
+        out = norm(x)
+        return {"out": out, "mean": out.mean()}
 
-        def forward(self, x):
-            out = self.norm(x)
-            return {"out": out, "mean": out.mean()}
-
-    assert "out" in str(compare(Means(), torch.randn(9, 16)))
+    assert "out" in str(compare(Normed(means), torch.randn(9, 16)))
 
 
 def test_a_state_of_its_own_is_no_randomness():
@@ -412,16 +403,7 @@ def test_a_state_of_its_own_is_no_randomness():
 
 def test_a_tuple_is_an_argument():
     x = torch.randn(2, 5, 16)
-
-    class TakesTuple(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(16)
-
-        def forward(self, pair):
-            return self.norm(pair[0]) + pair[1]
-
-    assert compare(TakesTuple(), (x, x)).ok
+    assert compare(Normed(lambda norm, pair: norm(pair[0]) + pair[1]), (x, x)).ok
 
 
 def test_progress(monkeypatch):

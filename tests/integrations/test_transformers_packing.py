@@ -10,9 +10,9 @@ import pytest
 import torch
 from graphs import Recorded
 from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
+from padded_models import recorded_packings
 
 import fused_attn
-from fused_attn.integrations.transformers import encoders
 
 transformers = pytest.importorskip("transformers", reason="reason: transformers is not installed")
 integration = pytest.importorskip("fused_attn.integrations.transformers")
@@ -58,16 +58,7 @@ def _seed():
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list to which each call of `_packing` appends its result, None if not packed."""
-    seen = []
-
-    def recorded(*args):
-        seen.append(real(*args))
-        return seen[-1]
-
-    real = encoders._packing
-    monkeypatch.setattr(encoders, "_packing", recorded)
-    return seen
+    return recorded_packings(monkeypatch)
 
 
 def model(name, dtype=torch.float64):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from graphs import Recorded
-from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn
+from nn_helpers import EMBED, HEADS, causal_bias, check_against_torch, perturb, randn
+from padded_models import recorded_packings
 from torch.nn import Module
 
 import fused_attn.nn as fnn
 from fused_attn import masks
-from fused_attn.nn import transformer
 
 LENGTH, BATCH = 9, 3
 IGNORED = {
@@ -21,8 +21,8 @@ IGNORED = {
 }
 MASKS = {
     "none": dict,
-    "hint": lambda: {"is_causal": True, "mask": causal()},
-    "found": lambda: {"mask": causal()},
+    "hint": lambda: {"is_causal": True, "mask": causal_bias(LENGTH)},
+    "found": lambda: {"mask": causal_bias(LENGTH)},
     "learned": lambda: {"mask": randn(LENGTH, LENGTH)},
     "of heads": lambda: {"mask": randn(BATCH * HEADS, LENGTH, LENGTH)},
 }
@@ -30,16 +30,7 @@ MASKS = {
 
 @pytest.fixture
 def packings(monkeypatch):
-    """Return a list to which each call of `packing_of` appends its result."""
-    seen = []
-
-    def recorded(*args):
-        seen.append(real(*args))
-        return seen[-1]
-
-    real = transformer.packing_of
-    monkeypatch.setattr(transformer, "packing_of", recorded)
-    return seen
+    return recorded_packings(monkeypatch)
 
 
 class Stack(Module):
@@ -57,10 +48,6 @@ class Stack(Module):
             assert not out[rows].any()
             return out
         return out.masked_fill(rows[..., None], 0.0)
-
-
-def causal():
-    return torch.nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
 
 
 def encoder(norm=True, dtype=torch.float64, **kwargs):

@@ -1,10 +1,10 @@
 """After a swap, padded rows are 0 and the report says so, unless remove_padding=False."""
 
 import copy
-import io
 
 import pytest
 import torch
+from helpers import saved_and_loaded
 from nn_helpers import assert_within_contract, run
 from padded_models import (
     BATCH,
@@ -46,10 +46,7 @@ def test_kept_padding_is_copied_pickled_and_restored(name):
     attributes = {n: set(m.__dict__) for n, m in model.named_modules()}
     expected = model(*args, **kwargs)
     report = swap_modules(model, remove_padding=False)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), saved_and_loaded(model)):
         torch.testing.assert_close(other(*args, **kwargs), expected)
         assert not padding_removers(other)
     report.restore()

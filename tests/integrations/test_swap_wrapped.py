@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import sys
 import pytest
 import torch
 from enable_helpers import functions_called
+from helpers import saved_and_loaded
 from nn_helpers import assert_equal_in_float64, assert_within_contract, cast, perturb, run
 from torch.nn.utils import parametrize
 
@@ -339,12 +339,10 @@ def test_saved_and_loaded_where_nothing_is_swapped_or_imported(tmp_path):
 
 def test_weights_alone_are_loaded_without_a_swap():
     model = classifier()
-    saved = io.BytesIO()
     report = swap_modules(model)
-    torch.save(model.state_dict(), saved)
-    saved.seek(0)
+    weights = saved_and_loaded(model.state_dict(), weights_only=True)
     report.restore()
-    model.load_state_dict(torch.load(saved, weights_only=True))
+    model.load_state_dict(weights)
 
 
 def test_compile_after_the_swap():

@@ -3,12 +3,12 @@
 import copy
 import ctypes
 import importlib
-import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from helpers import saved_and_loaded
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -378,14 +378,11 @@ def test_reading_a_model_mask_keeps_its_structure(made_in_inference_mode):
 
 def test_copies_of_model_masks_are_tensors():
     mask, expected = model_mask()
-    file = io.BytesIO()
-    torch.save(mask, file)
-    file.seek(0)
     for other in (
         copy.copy(mask),
         copy.deepcopy(mask),
         pickle.loads(pickle.dumps(mask)),
-        torch.load(file),
+        saved_and_loaded(mask, weights_only=True),
     ):
         assert type(other) is torch.Tensor
         assert torch.equal(other, expected)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
 from graphs import Recorded
+from helpers import saved_and_loaded
 from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
 from padded_models import recorded_packings
 
@@ -241,12 +241,8 @@ def test_implementations_may_be_chosen_before_and_after(packings):
 def test_copies_and_pickles(name):
     fused, call = model(name), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
-    file = io.BytesIO()
-    torch.save(fused, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
     expected = fused(**call).last_hidden_state
-    for other in (loaded, copy.deepcopy(fused)):
+    for other in (saved_and_loaded(fused), copy.deepcopy(fused)):
         assert torch.equal(other(**call).last_hidden_state, expected)
 
 

@@ -2,11 +2,11 @@
 
 import copy
 import inspect
-import io
 import pickle
 
 import pytest
 import torch
+from helpers import saved_and_loaded
 from nn_helpers import (
     BATCH,
     EMBED,
@@ -109,13 +109,10 @@ def test_constructors_do_not_warn_of_nested_tensors(recwarn):
 def test_modules_survive_pickle_and_deepcopy():
     model = fnn.TransformerEncoderLayer(EMBED, HEADS, 16).double().eval()
     x = randn(LEN_Q, BATCH, EMBED)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
     for other in (
         pickle.loads(pickle.dumps(model)),
         copy.deepcopy(model),
-        torch.load(buffer, weights_only=False),
+        saved_and_loaded(model),
     ):
         assert type(other.norm1) is fnn.LayerNorm
         assert torch.equal(other(x), model(x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import os
 import pickle
 import re
@@ -399,6 +400,14 @@ def use_isa(name: str) -> Iterator[None]:
         yield
     finally:
         cpp._cpu.set_isa("")
+
+
+def saved_and_loaded(value: Any, weights_only: bool = False) -> Any:
+    """Return a copy of a value made by torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def runnable(isa: str) -> bool:

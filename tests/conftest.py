@@ -76,6 +76,17 @@ def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     verdicts.read_again()
 
 
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """Initialize a process group whose only rank is this process."""
+    if not torch.distributed.is_available():
+        pytest.skip("reason: needs torch.distributed")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect unsupported parameters, mark thinned and GPU tests, and skip GPU tests on CPUs."""

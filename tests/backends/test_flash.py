@@ -11,7 +11,7 @@ import random
 import flash_models
 import pytest
 import torch
-from flash_models import ENGINES, installer
+from flash_models import ENGINES
 from mask_draws import mask_of, visible_of
 
 import fused_attn
@@ -26,12 +26,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Return a function that makes only the named engines appear installed."""
-    yield from installer(monkeypatch)
 
 
 # ---- random calls -------------------------------------------------------------------------------

@@ -5,16 +5,9 @@ from __future__ import annotations
 import flash_models
 import pytest
 import torch
-from flash_models import installer
 
 import fused_attn
 from fused_attn import masks
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Return a function that makes only the named engines appear installed."""
-    yield from installer(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "flash-attn-4"])

@@ -7,16 +7,9 @@ import random
 import flash_models
 import pytest
 import torch
-from flash_models import installer
 
 import fused_attn
 from fused_attn import masks
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Return a function that makes only the named engines appear installed."""
-    yield from installer(monkeypatch)
 
 
 def decoding(number, name):

@@ -10,7 +10,7 @@ from importlib import metadata
 import flash_models
 import pytest
 import torch
-from flash_models import ENGINES, VERSIONS, installer
+from flash_models import ENGINES, VERSIONS
 
 import fused_attn
 from fused_attn import masks
@@ -21,12 +21,6 @@ from fused_attn.masks.band import Band, band_of
 from fused_attn.masks.spec import normalize
 
 FLASH = get_backend("flash")
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Return a function that makes only the named engines appear installed."""
-    yield from installer(monkeypatch)
 
 
 # ---- signatures ---------------------------------------------------------------------------------

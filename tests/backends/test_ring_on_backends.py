@@ -19,14 +19,6 @@ MASKS = {
 }
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])

@@ -199,17 +199,6 @@ def test_parametrizations_after_the_swap(name):
     assert type(model[0].self_attn) is torch.nn.MultiheadAttention
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    """Initialize a process group whose only rank is this process."""
-    if not torch.distributed.is_available():
-        pytest.skip("reason: needs torch.distributed")
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("order", ["swap, wrap", "wrap, swap"])
 def test_distributed_data_parallel(order, one_process):
     model, x = classifier().double(), torch.randn(2, LENGTH, 6, dtype=torch.float64)

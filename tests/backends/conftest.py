@@ -1,0 +1,14 @@
+"""Fixture of the tests of backend "flash"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from flash_models import installer
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that makes only the named engines appear installed."""
+    yield from installer(monkeypatch)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from helpers import deterministic
 
 import fused_attn
 
@@ -53,9 +54,8 @@ def test_settings_that_decide_are_not_cached(monkeypatch):
         for _ in range(2):
             assert select(problem) is not cpp
         assert len(seen) == 1
-        torch.use_deterministic_algorithms(True)
-        select(problem)
+        with deterministic():
+            select(problem)
         assert len(seen) == 2
     finally:
-        torch.use_deterministic_algorithms(False)
         registry._first_for.cache_clear()

@@ -12,6 +12,7 @@ import flash_models
 import pytest
 import torch
 from flash_models import ENGINES
+from helpers import use_threads
 from mask_draws import mask_of, visible_of
 
 import fused_attn
@@ -22,10 +23,8 @@ from fused_attn.masks.spec import normalize
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Use one thread, which is faster than several for sequences of up to 40 rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with use_threads(1):
+        yield
 
 
 # ---- random calls -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flash_models
 import pytest
 import torch
+from helpers import deterministic
 
 import fused_attn
 from fused_attn import masks
@@ -127,11 +128,8 @@ def test_misaligned_rows_are_copied(install):
 def test_deterministic(install):
     install("flash-attn")
     query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
-    finally:
-        torch.use_deterministic_algorithms(False)
     fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
     assert [call["deterministic"] for call in flash_models.calls] == [True, False]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from helpers import assert_like_eager, attention, random_qkv
+from helpers import assert_like_eager, attention, deterministic, random_qkv
 from mask_cases import MASKS
 from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
 from torch._dynamo.exc import TorchDynamoException
@@ -296,11 +296,8 @@ def test_refusals(properties, reason):
 def test_gradient_of_a_bias_is_refused_if_it_must_be_deterministic():
     learned = AttentionProblem(torch.device("cuda"), torch.float32, 64, 64, learned_bias=True)
     assert not get_backend("flex").unsupported(learned)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         assert get_backend("flex").unsupported(learned)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_limit_of_compilations(monkeypatch):

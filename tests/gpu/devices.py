@@ -5,9 +5,6 @@ The tests are for GPUs. On a CPU, running them checks only the tests themselves.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from fused_attn.tools.cases import DTYPES as NAMES
@@ -29,14 +26,3 @@ def named(backend: str) -> str | None:
 def by_torch(backend: str) -> bool:
     """Return True if a backend runs torch's kernels for the calls that they support."""
     return backend == "sdpa" or (backend == DEFAULT and ON_GPU)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Make torch use deterministic algorithms within the block, or raise an error without one."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import COMPILER, DEVICE, DTYPES, deterministic
+from devices import COMPILER, DEVICE, DTYPES
 from gpu_models import BATCH, HEADS, IGNORED, LENGTH, encoder, x
-from helpers import short
+from helpers import deterministic, short
 from judging import require
 
 import fused_attn as fa

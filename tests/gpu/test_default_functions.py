@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import BACKENDS, DEVICE, DTYPES, deterministic, named
-from helpers import drawn, short
+from devices import BACKENDS, DEVICE, DTYPES, named
+from helpers import deterministic, drawn, short
 from judging import assert_judged
 from norm_cases import tensors_of
 

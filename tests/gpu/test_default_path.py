@@ -9,8 +9,8 @@ import functools
 
 import pytest
 import torch
-from devices import BACKENDS, DEVICE, DTYPES, ON_GPU, by_torch, deterministic, named
-from helpers import random_qkv, short
+from devices import BACKENDS, DEVICE, DTYPES, ON_GPU, by_torch, named
+from helpers import deterministic, random_qkv, short
 from judging import as_torch_rounds, assert_judged, attention, skip_if_refused
 from mask_cases import MASKS
 

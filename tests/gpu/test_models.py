@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from devices import DEVICE, DTYPES, deterministic
+from devices import DEVICE, DTYPES
 from gpu_models import (
     HEADS,
     IGNORED,
@@ -20,7 +20,7 @@ from gpu_models import (
     results,
     x,
 )
-from helpers import short
+from helpers import deterministic, short
 from judging import require
 from nn_helpers import perturb
 

@@ -11,6 +11,7 @@ from helpers import (
     SLOW_BACKENDS,
     assert_like_eager,
     attention,
+    deterministic,
     device_of,
     drawn,
     leaves_of,
@@ -387,9 +388,8 @@ def test_visible_nan_is_not_hidden(backend):
 def memory_full_of_nan():
     """Make torch.empty return memory filled with NaN."""
     assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
 @pytest.mark.usefixtures("memory_full_of_nan")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import BACKENDS, DTYPES, Reference, device_of, drawn
+from helpers import BACKENDS, DTYPES, Reference, deterministic, device_of, drawn
 
 from fused_attn.backends import get_backend, problem_of, reference, select
 from fused_attn.backends.flash import _choice as flash_refusals
@@ -44,20 +43,6 @@ def problem(backend, dtype, shape, dropout_p=0.0):
     return call, normal(batch, heads, seqlen_q, head_dim_v)
 
 
-@contextlib.contextmanager
-def deterministic(wanted):
-    """Use deterministic algorithms within the block if `wanted`.
-
-    Otherwise, atomic additions may differ between two runs on a GPU.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
     """Assert that partial results round to the usual results, with rounding error out_residual."""
     kernels = get_backend(backend)
@@ -81,6 +66,7 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
         # errors of float16 subnormals are much larger, so they are excluded.
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
+    # Without it, atomic additions may differ between two runs on a GPU.
     with deterministic(part.out.is_cuda):
         grads = kernels.attention_bwd(AttentionBackward(call, whole, grad_out, None, False))
         parts = kernels.attention_bwd(AttentionBackward(partial, whole, grad_out, None, False))
@@ -114,7 +100,7 @@ def test_partial_results_of_other_widths(backend, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_partial_results_in_deterministic_mode(backend):
-    with deterministic(True):
+    with deterministic():
         assert_unrounded(backend, torch.bfloat16, SHAPES["training"])
 
 

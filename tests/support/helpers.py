@@ -393,6 +393,17 @@ def use_threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Make torch use deterministic algorithms within the block, if `wanted`."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """Use the CPU kernels of an instruction set within the block; "" selects the best one."""
     cpp._cpu.set_isa(name)

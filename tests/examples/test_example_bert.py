@@ -20,15 +20,9 @@ from bert_model import Bert, BertConfig, PretrainingHeads, SentenceClassifier, T
 VOCAB = 1000
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    return *run_example("bert", folder), folder
-
-
-def test_smoke(smoke):
-    printed, figures, folder = smoke
-    assert (folder / "bert_curves.png").read_bytes().startswith(b"\x89PNG")
+def test_smoke(tmp_path):
+    printed, figures = run_example("bert", tmp_path)
+    assert (tmp_path / "bert_curves.png").read_bytes().startswith(b"\x89PNG")
     assert figures["curves"]["holds"]
     assert 3 < figures["unigram_entropy"] < 7 and 3 < figures["mlm_loss"] < 8
     assert 0 <= figures["nsp_accuracy"] <= 1

@@ -19,12 +19,6 @@ TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt")
-    return folder, *run_example("gpt", folder)
-
-
-@pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     return gpt_model.GPT(VOCABULARY)
@@ -35,8 +29,8 @@ def draw(*shape):
 
 
 @pytest.mark.thorough
-def test_smoke(run):
-    folder, printed, figures = run
+def test_smoke(tmp_path):
+    printed, figures = run_example("gpt", tmp_path)
     assert figures["same_with_and_without_cache"] is True
     assert figures["curves"]["holds"]
     assert 3 < figures["unigram_loss"] < 3.7
@@ -48,7 +42,7 @@ def test_smoke(run):
     assert all(v["with_cache"] > 0 for v in figures["tokens_per_second"].values())
     assert figures["sample"] in printed
     for name in ("losses", "speed"):
-        assert (folder / f"gpt_{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"gpt_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rotation_depends_on_relative_positions_only():

@@ -13,16 +13,10 @@ import transfer
 from bert_model import Bert, BertConfig, SentenceClassifier
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("transfer")
-    return *run_example("transfer", folder), folder
-
-
 @pytest.mark.thorough
-def test_smoke(smoke):
-    printed, figures, folder = smoke
-    assert (folder / "transfer_curves.png").read_bytes().startswith(b"\x89PNG")
+def test_smoke(tmp_path):
+    printed, figures = run_example("transfer", tmp_path)
+    assert (tmp_path / "transfer_curves.png").read_bytes().startswith(b"\x89PNG")
     assert figures["curves"]["holds"]
     assert figures["frozen_bit_identical"] is True and figures["head_changed"] is True
     for name in ("majority", "frozen", "unfrozen", "from_scratch"):

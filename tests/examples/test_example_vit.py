@@ -11,20 +11,14 @@ import vit
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vit")
-    return folder, *run_example("vit", folder)
-
-
-@pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     return vit.VisionTransformer(28, 10).eval()
 
 
 @pytest.mark.thorough
-def test_smoke(run):
-    folder, printed, figures = run
+def test_smoke(tmp_path):
+    printed, figures = run_example("vit", tmp_path)
     assert 0 <= figures["accuracy"] <= 1
     assert torch.tensor(figures["confusion"]).sum(1).tolist() == [10] * 10
     assert figures["curves"]["holds"]
@@ -32,7 +26,7 @@ def test_smoke(run):
     assert 0 < figures["rollout"]["share_of_ink"] < 1
     assert "4900 digits to learn from, 100 others" in printed
     for name in ("losses", "rollout", "wrong"):
-        assert (folder / f"vit_{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"vit_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_patches_are_a_linear_layer_of_each(model):

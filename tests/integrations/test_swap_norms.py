@@ -45,8 +45,7 @@ TYPES = [
 
 @pytest.fixture(params=NORMS)
 def norm(request):
-    """Return a norm, and the number that its formula adds to the weight."""
-    return make(request.param), NORMS[request.param][1]
+    return make(request.param)
 
 
 def class_of(name):
@@ -60,10 +59,10 @@ def make(name):
 class Exact(torch.nn.Module):
     """RMS norm in float64, with the weight of a given norm."""
 
-    def __init__(self, norm, offset):
+    def __init__(self, norm):
         super().__init__()
         self.weight = torch.nn.Parameter(norm.weight.detach().double())
-        self.offset = offset
+        self.offset = NORMS[type(norm).__name__][1]
 
     def forward(self, x):
         mean_square = x.square().mean(-1, keepdim=True)
@@ -72,25 +71,23 @@ class Exact(torch.nn.Module):
 
 @pytest.mark.parametrize(("input_type", "weight_type"), TYPES, ids=str)
 def test_numerics_and_type(norm, input_type, weight_type):
-    original, offset = norm
-    original.to(weight_type)
-    fused = copy.deepcopy(original)
+    norm.to(weight_type)
+    fused = copy.deepcopy(norm)
     swap_modules(fused)
     results = {"fused": [], "eager": [], "truth": []}
     for _ in range(DRAWS):
         x = torch.randn(3, 5, HIDDEN).to(input_type).requires_grad_()
         exact = x.detach().double().requires_grad_()
         results["fused"].append(run(fused, (x,)))
-        results["eager"].append(run(original, (x,)))
-        results["truth"].append(run(Exact(original, offset), (exact,)))
+        results["eager"].append(run(norm, (x,)))
+        results["truth"].append(run(Exact(norm), (exact,)))
     assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
 
 
 def test_equal_in_float64(norm):
-    original, offset = norm
     x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
-    exact = Exact(original, offset)
-    fused = original.double()
+    exact = Exact(norm)
+    fused = norm.double()
     swap_modules(fused)
     assert_equal_in_float64(run(fused, (x,)), run(exact, (x,)))
 
@@ -101,62 +98,57 @@ def test_the_kernel_is_called(norm, monkeypatch):
     monkeypatch.setattr(
         functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs)
     )
-    original, _ = norm
     x = torch.randn(2, HIDDEN)
-    original(x)
+    norm(x)
     assert not calls
-    swap_modules(original)
-    original(x)
+    swap_modules(norm)
+    norm(x)
     assert calls == [1]
 
 
 def test_report_identity_and_restore(norm):
-    original, _ = norm
-    model = torch.nn.ModuleDict({"first": original, "tied": original})
-    kind, x = type(original), torch.randn(2, HIDDEN)
-    before, shown = original(x), repr(original)
+    model = torch.nn.ModuleDict({"first": norm, "tied": norm})
+    kind, x = type(norm), torch.randn(2, HIDDEN)
+    before, shown = norm(x), repr(norm)
     report = swap_modules(model)
     name = f"fused_attn.integrations.transformers.norms.{kind.__name__}"
     assert [(s.name, s.to_type) for s in report.swapped] == [("first", name), ("tied", name)]
-    assert model["first"] is model["tied"] is original
-    assert isinstance(original, kind) and isinstance(original, TransformersNorm)
-    assert repr(original) == f"fused_attn.{shown}"
+    assert model["first"] is model["tied"] is norm
+    assert isinstance(norm, kind) and isinstance(norm, TransformersNorm)
+    assert repr(norm) == f"fused_attn.{shown}"
     assert contains_fused_modules(model)
     assert not swap_modules(model).swapped
     report.restore()
-    assert type(original) is kind
-    assert torch.equal(original(x), before)
+    assert type(norm) is kind
+    assert torch.equal(norm(x), before)
 
 
 def test_only_norms_on_request(norm):
-    original, _ = norm
-    assert not swap_modules(original, norm=False).swapped
-    assert len(swap_modules(original, attention=False).swapped) == 1
+    assert not swap_modules(norm, norm=False).swapped
+    assert len(swap_modules(norm, attention=False).swapped) == 1
 
 
 def test_copies_and_pickles_stay_swapped(norm):
-    original, _ = norm
-    model = torch.nn.Sequential(original)
+    model = torch.nn.Sequential(norm)
     swap_modules(model)
     x = torch.randn(2, HIDDEN)
     expected = model(x)
     pickled = pickle.loads(pickle.dumps(model))
     for made in (copy.deepcopy(model), pickled, saved_and_loaded(model)):
-        assert type(made[0]) is type(original)
-        assert made[0].weight is not original.weight
+        assert type(made[0]) is type(norm)
+        assert made[0].weight is not norm.weight
         assert torch.equal(made(x), expected)
 
 
 def test_compile(norm):
-    original, _ = norm
-    swap_modules(original)
+    swap_modules(norm)
     x = torch.randn(2, HIDDEN, requires_grad=True)
     torch._dynamo.reset()
-    compiled = torch.compile(original, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     results = []
-    for model in (compiled, original):
+    for model in (compiled, norm):
         out = model(x)
-        results.append((out, *torch.autograd.grad(out.sum(), (x, *original.parameters()))))
+        results.append((out, *torch.autograd.grad(out.sum(), (x, *norm.parameters()))))
     torch.testing.assert_close(*results)
 
 

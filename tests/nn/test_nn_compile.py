@@ -62,25 +62,19 @@ CASES = sorted(graph_cases())
 
 
 @pytest.mark.sampled("the other cases cover its layers", case=["transformer"])
-@pytest.mark.parametrize("case", CASES)
-def test_compile(case):
+@pytest.mark.parametrize(
+    ("case", "compiler"),
+    [
+        *((case, "aot_eager") for case in CASES),
+        pytest.param("encoder", "inductor", marks=[pytest.mark.thorough, pytest.mark.slow]),
+    ],
+)
+def test_compile(case, compiler):
     module, args, kwargs = graph_cases()[case]
     module = perturb(module.double())
     expected = run(module, args, kwargs)
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    actual = {k.replace("_orig_mod.", ""): v for k, v in run(compiled, args, kwargs).items()}
-    assert_equal_in_float64(actual, expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_compile_inductor():
-    module, args, kwargs = graph_cases()["encoder"]
-    module = perturb(module.double())
-    expected = run(module, args, kwargs)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend=compiler)
     actual = {k.replace("_orig_mod.", ""): v for k, v in run(compiled, args, kwargs).items()}
     assert_equal_in_float64(actual, expected)
 

@@ -261,7 +261,8 @@ class Calls:
         torch_function = torch.nn.functional.scaled_dot_product_attention
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path bypasses the function
-        torch.nn.functional.scaled_dot_product_attention = _attention_of_torch
+        attention: Any = functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = attention
         try:
             with handlers.handled_by(self):
                 yield
@@ -309,21 +310,6 @@ class Calls:
     ) -> tuple[Tensor, Tensor]:
         """Raise NotImplementedError."""
         raise NotImplementedError("attention weights are not available under context_parallel")
-
-
-def _attention_of_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute torch's scaled_dot_product_attention by the redirected function."""
-    args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    return functional.scaled_dot_product_attention(*args)  # type: ignore[return-value]
 
 
 def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:

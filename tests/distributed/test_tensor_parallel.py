@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tensor_parallel as ranks
+import tensor_parallel as calls
 import tensor_parallel_modules as modules
 import torch
 from helpers import assert_contract
@@ -23,11 +23,6 @@ def two(tmp_path_factory):
     pool.close()
 
 
-@pytest.fixture
-def four(request):
-    return request.getfixturevalue("ranks")
-
-
 def assert_equal(found):
     """Assert that the results of each rank equal those of one process up to float64 rounding.
 
@@ -42,51 +37,40 @@ def assert_equal(found):
             assert close.all(), f"{name}: {(got - want).abs().max()}"
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, ranks.DROPOUT_P])
-@pytest.mark.parametrize("placed", list(ranks.PLACEMENTS))
+@pytest.mark.parametrize("dropout_p", [0.0, calls.DROPOUT_P])
+@pytest.mark.parametrize("placed", list(calls.PLACEMENTS))
 def test_attention(placed, dropout_p, two):
-    assert_equal(two.run(ranks.attention, ranks.MASKS, placed, torch.float64, dropout_p))
+    assert_equal(two.run(calls.attention, placed, dropout_p))
 
 
-@pytest.mark.parametrize("placed", list(ranks.PLACEMENTS))
+@pytest.mark.parametrize("placed", list(calls.PLACEMENTS))
 def test_masks_that_are_dtensors(placed, two):
-    assert_equal(two.run(ranks.dtensor_masks, placed))
+    assert_equal(two.run(calls.dtensor_masks, placed))
 
 
 def test_masks_of_shards_are_cached(two):
-    found = two.run(ranks.cached_masks)
+    found = two.run(calls.cached_masks)
     assert all(cached for cached, _ in found)
     assert_equal([of_rank for _, of_rank in found])
 
 
-def test_other_placements_are_redistributed(two):
-    assert_equal(two.run(ranks.redistributed))
-
-
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, ranks.DROPOUT_P])
+@pytest.mark.parametrize("dropout_p", [0.0, calls.DROPOUT_P])
 def test_norms(dropout_p, rms, two):
-    assert_equal(two.run(ranks.norms, torch.float64, dropout_p, rms))
+    assert_equal(two.run(calls.norms, dropout_p, rms))
 
 
-def test_attention_modules(two):
-    assert_equal(two.run(modules.attention_modules))
-
-
-def test_layers(two):
-    assert_equal(two.run(modules.layers))
-
-
-def test_decoding(two):
-    assert_equal(two.run(modules.decoded))
-
-
-def test_hugging_face(two):
-    assert_equal(two.run(modules.hugging_face))
-
-
-def test_sequence_parallel(two):
-    assert_equal(two.run(modules.sequence_parallel))
+@pytest.mark.parametrize(
+    "function",
+    [
+        calls.redistributed, calls.compiled_calls, modules.attention_modules, modules.layers,
+        modules.decoded, modules.hugging_face, modules.sequence_parallel, modules.checkpointed,
+        modules.compiled,
+    ],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_two_ranks(function, two):
+    assert_equal(two.run(function))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,31 +80,19 @@ def test_contract(dtype, two):
             assert_contract(name, got, truth, eager, contract.no_error)
 
 
-def test_activation_checkpointing(two):
-    assert_equal(two.run(modules.checkpointed))
-
-
-def test_compiled_layer(two):
-    assert_equal(two.run(modules.compiled))
-
-
-def test_compiled_calls(two):
-    assert_equal(two.run(ranks.compiled_calls))
-
-
-def test_fsdp(four):
-    found = four.run(modules.fsdp, True)
+def test_fsdp(ranks):
+    found = ranks.run(modules.fsdp, True)
     assert [error for _, error in found] == [""] * 4
     assert_equal([of_rank for of_rank, _ in found])
 
 
-def test_fsdp_on_rows_has_no_state_dict(four):
-    for _, error in four.run(modules.fsdp, False):
+def test_fsdp_on_rows_has_no_state_dict(ranks):
+    for _, error in ranks.run(modules.fsdp, False):
         assert "in_proj_weight must be sharded on columns by fully_shard" in error
 
 
-def test_two_dimensions(four):
-    assert_equal(four.run(ranks.two_dimensions))
+def test_two_dimensions(ranks):
+    assert_equal(ranks.run(calls.two_dimensions))
 
 
 # ---- plans and errors ---------------------------------------------------------------------------
@@ -146,6 +118,6 @@ def test_models_without_a_plan(two):
 
 
 def test_refused_modules(two):
-    for errors in two.run(ranks.refusals):
+    for errors in two.run(calls.refusals):
         for message, error in errors.items():
             assert message in error

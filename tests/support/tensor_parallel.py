@@ -22,6 +22,7 @@ BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 3, 4, 2, 9, 11, 8
 attend = fused_attn.scaled_dot_product_attention
 PLACEMENTS = {"batch": Shard(0), "heads": Shard(1), "replicated": Replicate()}
 DROPOUT_P = 0.3
+normal = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
 Pairs = dict[str, tuple[Tensor, Tensor]]  # results of the shards, and of one process, by name
 
 
@@ -52,52 +53,43 @@ def pairs(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> Pairs:
     return {f"{name}/{i}": both for i, both in enumerate(zip(got, want, strict=True))}
 
 
-def qkv(dtype: torch.dtype) -> list[Tensor]:
+def qkv() -> list[Tensor]:
     torch.manual_seed(0)
     shapes = (HEADS, SEQLEN_Q), (HEADS_KV, SEQLEN_K), (HEADS_KV, SEQLEN_K)
-    return [torch.randn(BATCH, *shape, HEAD_DIM, dtype=dtype).requires_grad_() for shape in shapes]
+    return [normal(BATCH, *shape, HEAD_DIM) for shape in shapes]
 
 
-def mask_of(kind: str, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
-    """Return a mask, and its tensors that require grad."""
+def all_masks() -> dict[str, Any]:
+    """Return masks of all kinds, the same on all ranks; biases require grad."""
+    torch.manual_seed(2)
     whole = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
-    if kind.startswith("bias"):
-        shapes = {"bias": whole, "bias of heads": (1, HEADS, SEQLEN_Q, SEQLEN_K)}
-        shapes |= {"bias of batch": (BATCH, 1, 1, SEQLEN_K), "bias of all": whole[2:]}
-        bias = torch.randn(shapes[kind], dtype=dtype).requires_grad_()
-        return bias, [bias]
     lengths = torch.tensor([11, 0, 7])
     ids = [torch.randint(0, 3, (BATCH, n)) for n in (SEQLEN_Q, SEQLEN_K)]
-    made = {
-        "none": lambda: None,
-        "causal": masks.causal,
-        "window": lambda: masks.sliding_window(3, 1, align="bottom_right"),
-        "padding": lambda: masks.padding(lengths, torch.tensor([9, 5, 4])),
-        "left padding": lambda: masks.padding(lengths, side="left") & masks.causal(),
-        "prefix": lambda: masks.prefix_lm(torch.tensor([2, 5, 0])),
-        "documents": lambda: masks.documents(*ids),
-        "alibi": lambda: masks.alibi(torch.rand(HEADS)),
-        "alibi of batch": lambda: masks.alibi(torch.rand(BATCH, HEADS)) & masks.causal(),
-        "dense": lambda: masks.dense(torch.rand(whole) > 0.3),
-        "dense of heads": lambda: torch.rand(1, HEADS, SEQLEN_Q, SEQLEN_K) > 0.3,
-        "key mask": lambda: torch.rand(BATCH, 1, 1, SEQLEN_K) > 0.3,
+    return {
+        "none": None,
+        "causal": masks.causal(),
+        "window": masks.sliding_window(3, 1, align="bottom_right"),
+        "padding": masks.padding(lengths, torch.tensor([9, 5, 4])),
+        "left padding": masks.padding(lengths, side="left") & masks.causal(),
+        "prefix": masks.prefix_lm(torch.tensor([2, 5, 0])),
+        "documents": masks.documents(*ids),
+        "alibi": masks.alibi(torch.rand(HEADS)),
+        "alibi of batch": masks.alibi(torch.rand(BATCH, HEADS)) & masks.causal(),
+        "dense": masks.dense(torch.rand(whole) > 0.3),
+        "dense of heads": torch.rand(1, *whole[1:]) > 0.3,
+        "key mask": torch.rand(BATCH, 1, 1, SEQLEN_K) > 0.3,
+        "bias": normal(whole),
+        "bias of heads": normal(1, *whole[1:]),
+        "bias of batch": normal(BATCH, 1, 1, SEQLEN_K),
+        "bias of all": normal(whole[2:]),
     }
-    return made[kind](), []
 
 
-MASKS = [
-    "none", "causal", "window", "padding", "left padding", "prefix", "documents", "alibi",
-    "alibi of batch", "dense", "dense of heads", "key mask", "bias", "bias of heads",
-    "bias of batch", "bias of all",
-]  # fmt: skip
-
-
-def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: float) -> Pairs:
+def attention(placed: str, dropout_p: float) -> Pairs:
     """Return outputs, lse and gradients with plain mask tensors; each rank has a different seed."""
     mesh, found = mesh_of(2), {}
-    for kind in kinds:
-        leaves = qkv(dtype)
-        mask, of_mask = mask_of(kind, dtype)
+    for kind, mask in all_masks().items():
+        leaves, of_mask = qkv(), [mask] if kind.startswith("bias") else []
 
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
             return fused_attn.scaled_dot_product_attention(
@@ -118,9 +110,8 @@ def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: 
 def dtensor_masks(placed: str) -> Pairs:
     """Return results with sinks and with DTensor masks in several layouts."""
     mesh, found = mesh_of(2), {}
-    leaves = qkv(torch.float64)
-    bias, _ = mask_of("bias of heads", torch.float64)
-    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    leaves, bias = qkv(), all_masks()["bias of heads"]
+    sinks = normal(HEADS)
 
     def call(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> Any:
         return fused_attn.scaled_dot_product_attention(
@@ -143,8 +134,7 @@ def cached_masks() -> tuple[bool, Pairs]:
     from fused_attn.distributed import dtensors
 
     mesh = mesh_of(2)
-    leaves = qkv(torch.float64)
-    mask, _ = mask_of("dense", torch.float64)
+    leaves, mask = qkv(), all_masks()["dense"]
     specs, found = [], {}
     inner = dtensors._local_attention
 
@@ -169,7 +159,7 @@ def cached_masks() -> tuple[bool, Pairs]:
 def redistributed() -> Pairs:
     """Return results for unsupported placements, and for heads that do not divide evenly."""
     mesh, found = mesh_of(2), {}
-    whole = qkv(torch.float64)
+    whole = qkv()
     for name, heads, place in (
         ("queries", HEADS, Shard(2)), ("sum", HEADS, Partial()), ("three heads", 3, Shard(1))
     ):  # fmt: skip
@@ -188,12 +178,11 @@ def redistributed() -> Pairs:
     return found
 
 
-def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
+def norms(dropout_p: float, rms: bool) -> Pairs:
     """Return results of norms on shards of each dimension, with plain and distributed weights."""
     mesh, found = mesh_of(2), {}
     torch.manual_seed(0)
-    x, residual = (torch.randn(3, 6, 16, dtype=dtype).requires_grad_() for _ in range(2))
-    weight, bias = (torch.randn(16, dtype=dtype).requires_grad_() for _ in range(2))
+    x, residual, weight, bias = normal(3, 6, 16), normal(3, 6, 16), normal(16), normal(16)
 
     def call(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
         rest = {"residual": residual, "dropout_p": dropout_p, "return_residual": True}
@@ -221,9 +210,8 @@ def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
 def compiled_calls() -> Pairs:
     """Return results of attention and a norm on DTensors, each compiled in one graph."""
     mesh, found = mesh_of(2), {}
-    leaves = qkv(torch.float64)
-    bias, _ = mask_of("bias of heads", torch.float64)
-    weight = torch.randn(HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    leaves, bias = qkv(), all_masks()["bias of heads"]
+    weight = normal(HEAD_DIM)
 
     def call(q: Any, k: Any, v: Any, bias: Any, weight: Any) -> Any:
         out = fused_attn.scaled_dot_product_attention(
@@ -245,8 +233,8 @@ def compiled_calls() -> Pairs:
 def two_dimensions() -> Pairs:
     """Return results of attention with dropout on a mesh of two dimensions."""
     mesh, found = mesh_of(2, 2), {}
-    leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv(torch.float64)]
-    bias = torch.randn(2, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float64, requires_grad=True)
+    leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv()]
+    bias = normal(2, HEADS, SEQLEN_Q, SEQLEN_K)
     for name, places in (
         ("batch, heads", (Shard(0), Shard(1))), ("heads, batch", (Shard(1), Shard(0))),
         ("heads, none", (Shard(1), Replicate())), ("batch twice", (Shard(0), Shard(0))),
@@ -269,7 +257,7 @@ def refusals() -> dict[str, str]:
     from fused_attn.distributed import HeadwiseParallel
 
     mesh = mesh_of(2)
-    q, k, v = qkv(torch.float64)
+    q, k, v = qkv()
     shard = distribute_tensor(q.detach(), mesh, [Shard(1)])
     calls: dict[str, Callable[[], Any]] = {
         "num_heads must be divisible by the 2 ranks of the mesh, got 3": lambda: parallelize_module(

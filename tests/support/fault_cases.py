@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,49 +41,37 @@ def _call(
 
 def error_of(mistake: str, kind: str) -> str:
     """Return the error that this rank raises if rank 1 makes a mistake."""
-    wrong = dist.get_rank() == 1
+    rank = dist.get_rank()
+    wrong, positions = rank == 1, torch.arange(8) + 8 * rank
+    dense = torch.ones(1 if kind == "decode" else LENGTH, LENGTH, dtype=torch.bool)
+    dense[0, 3] = not wrong
+    keys = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool))
+    contiguous = Sharding.contiguous(LENGTH, 4)
+    options: dict[str, dict[str, Any]] = {
+        "mask": {"mask": masks.sliding_window(3 if wrong else 4, 0)},
+        "mask tensor": {"mask": dense},
+        "second call": {"mask": keys & masks.causal() if wrong else keys},
+        "dtype": {"dtype": torch.bfloat16 if wrong else torch.float16},
+        "gradient": {"needs_grad": not wrong},
+        "seed": {"dropout_p": 0.5, "seed": int(wrong)},
+        "rows": {"positions": contiguous, "rows": 7 if wrong else 8},
+        "heads": {"heads": 5 if wrong else 4},
+        "scale": {"scale": 0.5 if wrong else 1.0},
+        "positions": {"positions": positions + wrong},
+        "positions of one rank": {"positions": positions[: 7 if wrong else 8]},
+        "sharding": {"positions": Sharding.zigzag(LENGTH, 4) if wrong else contiguous},
+    }
     try:
-        if mistake == "mask":
-            _call(kind, masks.sliding_window(3 if wrong else 4, 0))
-        if mistake == "mask tensor":
-            dense = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-            dense[0, 3] = not wrong
-            dense = dense if kind != "decode" else dense[:1]
-            _call(kind, dense)
         if mistake == "second call":
-            mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool))
-            _call(kind, mask)
-            _call(kind, mask & masks.causal() if wrong else mask)
-        if mistake == "dtype":
-            _call(kind, dtype=torch.bfloat16 if wrong else torch.float16)
-        if mistake == "gradient":
-            _call(kind, needs_grad=not wrong)
-        if mistake == "seed":
-            _call(kind, dropout_p=0.5, seed=int(wrong))
-        if mistake == "rows":
-            _call(kind, positions=Sharding.contiguous(LENGTH, 4), rows=7 if wrong else 8)
-        if mistake == "heads":
-            _call(kind, heads=5 if wrong else 4)
-        if mistake == "scale":
-            _call(kind, scale=0.5 if wrong else 1.0)
-        if mistake == "positions":
-            own = torch.arange(8) + 8 * dist.get_rank()
-            _call(kind, positions=own + 1 if wrong else own)
-        if mistake == "positions of one rank":
-            own = torch.arange(7 if wrong else 8) + 8 * dist.get_rank()
-            _call(kind, positions=own)
-        if mistake == "sharding":
-            _call(
-                kind,
-                positions=Sharding.zigzag(LENGTH, 4) if wrong else Sharding.contiguous(LENGTH, 4),
-            )
+            _call(kind, keys)
+        _call(kind, **options[mistake])
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def with_cold_caches(kind: str) -> bool:
-    """Return True after calls with equal masks that are cached on some ranks only."""
+def with_cold_caches(kind: str) -> None:
+    """Make calls with equal masks that are cached on some ranks only."""
     mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)) & masks.causal()
     _call(kind, mask)
     rank = dist.get_rank()
@@ -94,7 +83,6 @@ def with_cold_caches(kind: str) -> bool:
             fused_attn.scaled_dot_product_attention(query, query, query, masks.causal())
         mask.memo.clear()
     _call(kind, mask if rank < 2 else masks.dense(mask.dense_masks[0].clone()) & masks.causal())
-    return True
 
 
 def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
@@ -113,13 +101,3 @@ def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
     except (RuntimeError, dist.DistError) as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - began
     return "", time.perf_counter() - began
-
-
-def without_process_group() -> str:
-    """Return the error of a call before init_process_group."""
-    query = torch.randn(1, 1, 2, 4)
-    try:
-        fused_attn.distributed.ring_attention(query, query, query)
-    except RuntimeError as error:
-        return str(error)
-    return ""

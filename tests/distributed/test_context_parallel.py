@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +21,8 @@ from context_cases import (
     unshard_gradient,
 )
 
+import fused_attn
 from fused_attn import masks
-from fused_attn.call import handlers
 from fused_attn.distributed import Sharding
 
 LENGTH = 45
@@ -36,21 +39,8 @@ def expected(mask):
     """Return logits, loss and gradients of one process, with the mask patched into the calls."""
     model = model_of(False)
     tokens, labels, positions = batch_of(LENGTH)
-
-    class WithMask:
-        def attention(self, call, want_lse, named):
-            with handlers.handled_by(None):
-                own = masks.causal() if mask is None else mask & masks.causal()
-                import fused_attn
-
-                return fused_attn.scaled_dot_product_attention(
-                    call.query, call.key, call.value, own, return_lse=True
-                )
-
-    with handlers.handled_by(WithMask()), pytest.MonkeyPatch.context() as patch:
-        import fused_attn
-
-        patch.setattr(F, "scaled_dot_product_attention", fused_attn.scaled_dot_product_attention)
+    attention = functools.partial(fused_attn.scaled_dot_product_attention, attn_mask=mask)
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
         logits = model(tokens, positions)
         loss = loss_of(logits, labels, tokens.numel())
         loss.backward()

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from helpers import drawn
-from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem
 from ring_cases import covered
 
 from fused_attn import masks
@@ -196,13 +196,6 @@ def test_shardings_are_partitions():
     zigzag = Sharding.zigzag(20, 3)
     assert zigzag == Sharding.of_positions([zigzag.positions(rank) for rank in range(3)])
     assert zigzag.merged(3).runs == ((range(20),),)
-
-
-def test_visible_dense_helper():
-    """The helpers `visible_of` and `dense_of` return the same visible pairs."""
-    shape = (2, 2, 9, 11)
-    spec = spec_of(drawn_mask(3, STRUCTURED, shape), shape)
-    assert torch.equal(visible_of(spec, shape).expand(shape), dense_of(spec, *shape)[0])
 
 
 def test_prefix_with_dropout_needs_runs_at_multiples_of_8():

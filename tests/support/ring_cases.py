@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,10 +75,8 @@ class Case:
         mask = with_bias(self.mask, bias)
         if not self.packed:
             return fused_attn.scaled_dot_product_attention(query, key, value, mask, **options)
-        del options["cu_seqlens_q"]
-        of_keys = options.pop("cu_seqlens_k", None)
-        ends = self.options["cu_seqlens_q"], of_keys
-        ends = ends[0], ends[0] if of_keys is None else of_keys
+        of_queries = options.pop("cu_seqlens_q")
+        ends = of_queries, options.pop("cu_seqlens_k", of_queries)
         longest = [int(e.diff().max()) for e in ends]
         options.pop("enable_gqa", None)
         return fused_attn.varlen_attention(query, key, value, *ends, *longest, mask, **options)
@@ -191,14 +190,10 @@ def run_on_rank(
     return {f"grad_{n}": g for n, g in zip(("query", "key", "value", "bias"), grads, strict=False)}
 
 
-_meshes: dict[tuple[int, ...], Any] = {}
-
-
+@functools.cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
     """Return a mesh of all ranks; each mesh is created once."""
-    if shape not in _meshes:
-        _meshes[shape] = dist.init_device_mesh("cpu", shape)
-    return _meshes[shape]
+    return dist.init_device_mesh("cpu", shape)
 
 
 def run_both_on_rank(cases: list[Case], tensors: list) -> list[dict[str, Any]]:
@@ -218,7 +213,7 @@ def second_derivative() -> str:
     return ""
 
 
-def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
+def cross_attention(method: str, mesh: tuple[int, ...]) -> None:
     """Assert that cross-attention is correct if only some ranks have as many queries as keys."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
@@ -230,7 +225,6 @@ def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
     out = function(*of_rank, mesh=mesh_of(mesh))
     expected = fused_attn.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(out, expected.split(rows_q, 2)[rank])
-    return True
 
 
 def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
@@ -239,7 +233,7 @@ def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
         return run_on_rank(*args)
 
 
-def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> bool:
+def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> None:
     """Assert that positions given as tensors give the same results as Shardings."""
     rank = dist.get_rank()
     rows = [sharding.positions(rank) for sharding in shardings]
@@ -254,4 +248,3 @@ def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -
             for positions in (shardings, rows[0] if same else tuple(rows))
         ]
         assert torch.equal(*results)
-    return True

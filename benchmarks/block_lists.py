@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import CpuMeter
+from tables import page, replaced
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.intervals import block_lists, intervals_of
 from fused_attn.masks.spec import normalize
+from fused_attn.tools import timing
 
 BLOCK_SIZE = (128, 128)
 LONGEST_DENSE = 8192
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+PART = "block lists"  # generated part of the page
 RESULTS = Path(__file__).parent / "results" / "block-lists.json"
 MaskMod = Callable[..., torch.Tensor]
 
@@ -53,14 +54,8 @@ def cases(length: int) -> dict[str, tuple[Mask, MaskMod]]:
 
 
 def milliseconds(function: Callable[[], Any], rounds: int = 5) -> float:
-    """Return the median time of a call, after a first one."""
-    function()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    """Return the median time of a call, each measured after a warm-up call."""
+    return 1e3 * timing.medians({"": function}, torch.device("cpu"), rounds)[""]
 
 
 def rows(longest: int) -> list[dict[str, Any]]:
@@ -88,26 +83,14 @@ def rows(longest: int) -> list[dict[str, Any]]:
 
 def table(facts: dict[str, Any]) -> str:
     """Return the page's table of results."""
-    machine = facts["machine"]
-    lines = [
-        f"Milliseconds on one core of {machine['cpu']}, torch {machine['torch']}; "
-        "blocks of 128 x 128.",
-        "",
-        "| mask | tokens | from intervals | create_block_mask |",
-        "|---|---|---|---|",
-    ]
+    machine, shown = facts["machine"], []
     for row in facts["rows"]:
         if row["length"] in (4096, LONGEST_DENSE, 32768):
             theirs = "not timed" if row["torch_ms"] is None else f"{row['torch_ms']:,.0f}"
-            lines.append(f"| {row['mask']} | {row['length']:,} | {row['ours_ms']:.1f} | {theirs} |")
-    return "\n".join(lines)
-
-
-def with_table(page: str, facts: dict[str, Any]) -> str:
-    """Return the text of the page with the current table."""
-    begin, end = (f"<!-- block lists: {word} -->" for word in ("begin", "end"))
-    before, after = page.partition(begin)[0], page.partition(end)[2]
-    return f"{before}{begin}\n{table(facts)}\n{end}{after}"
+            shown.append([row["mask"], f"{row['length']:,}", f"{row['ours_ms']:.1f}", theirs])
+    about = f"Milliseconds on one core of {machine['cpu']}, torch {machine['torch']}; "
+    header = ["mask", "tokens", "from intervals", "create_block_mask"]
+    return page(f"{about}blocks of 128 x 128.", header, shown)
 
 
 def main() -> None:
@@ -119,7 +102,7 @@ def main() -> None:
     facts = {"machine": CpuMeter().machine(), "rows": rows(args.longest)}
     args.json.write_text(json.dumps(facts, indent=1) + "\n")
     if args.json == RESULTS:
-        PAGE.write_text(with_table(PAGE.read_text("utf-8"), facts), "utf-8")
+        PAGE.write_text(replaced(PAGE.read_text("utf-8"), PART, table(facts)), "utf-8")
     for row in facts["rows"]:
         print(row)
 

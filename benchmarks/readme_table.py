@@ -36,11 +36,11 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
             f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {layout} operands"
         )
         columns.append({(r["group"], r["name"], r["dtype"]): tables.over_torch(r) for r in records})
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for title, *case in ROWS:
-        cells = [", ".join(f"{of[(*case, dtype)]:.1f}" for dtype in DTYPES) for of in columns]
-        lines.append("| " + " | ".join([title, *cells]) + " |")
-    return "\n".join([*lines, "", _models(models)])
+    rows = [
+        [title, *(", ".join(f"{of[(*case, dtype)]:.1f}" for dtype in DTYPES) for of in columns)]
+        for title, *case in ROWS
+    ]
+    return tables.page("", header, rows, _models(models))
 
 
 def _models(results: dict[str, Any]) -> str:

@@ -18,21 +18,7 @@ import lengths_plot
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
-PERFORMANCE_PAGE = HERE.parent / "docs" / "performance.md"
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -->"
-MODELS_BEGIN, MODELS_END = "<!-- model benchmarks: begin -->", "<!-- model benchmarks: end -->"
-LENGTHS_PAGE = HERE.parent / "docs" / "quadratic-cost.md"
-LENGTHS_BEGIN, LENGTHS_END = "<!-- lengths: begin -->", "<!-- lengths: end -->"
-EXAMPLES_PAGE = HERE.parent / "examples" / "README.md"
-EXAMPLES_BEGIN, EXAMPLES_END = "<!-- examples: begin -->", "<!-- examples: end -->"
-BUSY_BEGIN, BUSY_END = "<!-- busy: begin -->", "<!-- busy: end -->"
-ENGINES_PAGE = HERE.parent / "docs" / "engines.md"
-CHECKS_BEGIN, CHECKS_END = "<!-- gpu checks: begin -->", "<!-- gpu checks: end -->"
-GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
-RIVALS_PAGE = HERE.parent / "docs" / "rivals.md"
-RIVALS_BEGIN, RIVALS_END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
+ROOT = HERE.parent
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
 
@@ -68,34 +54,27 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "fused_attn"  # equal results produce equal files
-    for name, results in cpus().items():
+    for name, results in matching("cpu").items():
         for group in measured_groups(results):
             plot(results, group, HERE / "results" / plot_name(name, group))
-    for page in (README, PERFORMANCE_PAGE):
-        page.write_text(with_results(page, page.read_text("utf-8")), "utf-8")
-    lengths = json.loads((HERE / "results" / "lengths.json").read_text())
-    lengths_plot.draw(lengths, HERE / "results" / "lengths.svg")
-    write_into(LENGTHS_PAGE, LENGTHS_BEGIN, LENGTHS_END, tables.lengths(lengths))
-    trained = examples_table.markdown(
-        HERE / "results" / "examples", "../benchmarks/results/examples"
-    )
-    write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, trained)
-    checks = gpu_tables.all_of(gpu_sessions(), gpu_tables.engines)
-    write_into(ENGINES_PAGE, CHECKS_BEGIN, CHECKS_END, checks)
-    compared = []
-    for path in sorted((HERE / "results").glob("rivals-*.json")):
-        results = json.loads(path.read_text())
-        rival_tables.draw(results, path.with_suffix(".svg"))
-        drawn = f"../benchmarks/results/{path.stem}.svg"
-        compared.append(rival_tables.markdown(results, drawn))
-    write_into(RIVALS_PAGE, RIVALS_BEGIN, RIVALS_END, "\n\n".join(compared))
+    lengths_plot.draw(read("lengths.json"), HERE / "results" / "lengths.svg")
+    for name, results in matching("rivals").items():
+        rival_tables.draw(results, HERE / "results" / f"{name}.svg")
+    for page, parts in generated().items():
+        text = page.read_text("utf-8")
+        for part, inner in parts.items():
+            text = tables.replaced(text, part, inner)
+        page.write_text(text, "utf-8")
 
 
-def cpus() -> dict[str, dict[str, Any]]:
-    """Return the results of each measured CPU model, by file stem."""
-    return {
-        p.stem: json.loads(p.read_text()) for p in sorted((HERE / "results").glob("cpu-*.json"))
-    }
+def read(name: str) -> dict[str, Any]:
+    """Return the results in a file of benchmarks/results."""
+    return json.loads((HERE / "results" / name).read_text())
+
+
+def matching(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the results of a kind ("cpu", "gpu" or "rivals") on each machine, by file stem."""
+    return {p.stem: read(p.name) for p in sorted((HERE / "results").glob(f"{kind}-*.json"))}
 
 
 def measured_groups(results: dict[str, Any]) -> list[str]:
@@ -118,39 +97,30 @@ def shown(name: str, results: dict[str, Any]) -> str:
     return "\n\n".join([tables.cpu(results), "\n".join(drawn), f"More plots: {others}."])
 
 
-def with_results(page: Path, text: str) -> str:
-    """Return the text of README.md or docs/performance.md with the results updated."""
-    results = HERE / "results"
-    models = json.loads((results / "models.json").read_text())
-    if page == README:
-        table = readme_table.markdown(list(cpus().values()), models)
-        return replaced(text, HEADLINE_BEGIN, HEADLINE_END, table)
-    text = replaced(text, BEGIN, END, "\n\n".join(shown(*each) for each in cpus().items()))
-    text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
-    beside = json.loads((results / "busy.json").read_text())
-    text = replaced(text, BUSY_BEGIN, BUSY_END, tables.busy(beside))
-    speeds = gpu_tables.all_of(gpu_sessions(), gpu_tables.performance)
-    return replaced(text, GPU_BEGIN, GPU_END, speeds)
-
-
-def gpu_sessions() -> list[dict[str, Any]]:
-    """Return the results of each measured GPU."""
-    return [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("gpu-*.json"))]
-
-
-def write_into(page: Path, begin: str, end: str, inner: str) -> None:
-    """Replace the text between two marker lines of a page, and write the page."""
-    page.write_text(replaced(page.read_text("utf-8"), begin, end, inner), "utf-8")
-
-
-def replaced(text: str, begin: str, end: str, inner: str) -> str:
-    """Return the text with the part between two marker lines replaced."""
-    for line in (begin, end):
-        if line not in text:
-            raise ValueError(f"a page must have the line {line}")
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{inner}\n{end}{after}"
+def generated() -> dict[Path, dict[str, str]]:
+    """Return the generated parts of each page, by the name in their markers."""
+    cpus, gpus, models = matching("cpu"), [*matching("gpu").values()], read("models.json")
+    drawn = "../benchmarks/results"
+    return {
+        ROOT / "README.md": {"headline": readme_table.markdown([*cpus.values()], models)},
+        ROOT / "docs/performance.md": {
+            "benchmarks": "\n\n".join(shown(*each) for each in cpus.items()),
+            "model benchmarks": tables.models(models),
+            "busy": tables.busy(read("busy.json")),
+            "gpu benchmarks": gpu_tables.all_of(gpus, gpu_tables.performance),
+        },
+        ROOT / "docs/quadratic-cost.md": {"lengths": tables.lengths(read("lengths.json"))},
+        ROOT / "docs/engines.md": {"gpu checks": gpu_tables.all_of(gpus, gpu_tables.engines)},
+        ROOT / "docs/rivals.md": {
+            "rivals": "\n\n".join(
+                rival_tables.markdown(results, f"{drawn}/{name}.svg")
+                for name, results in matching("rivals").items()
+            )
+        },
+        ROOT / "examples/README.md": {
+            "examples": examples_table.markdown(HERE / "results/examples", f"{drawn}/examples")
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from measure import CpuMeter
+from tables import replaced
 
 from fused_attn import masks
 from fused_attn.distributed import Sharding, balanced_sharding
@@ -33,7 +34,7 @@ from fused_attn.masks.spec import normalize
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 RESULTS = Path(__file__).parent / "results" / "scale.json"
-BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
+PART = "scale"  # generated part of the page
 PASSES = ("forward", "backward")
 SOURCES = {
     "documents": "log-normal lengths, as those of files (Downey 2001, The structural cause of file "
@@ -373,12 +374,6 @@ def about(setting: Setting, facts: dict[str, Any]) -> str:
     )
 
 
-def with_table(page: str, facts: dict[str, Any]) -> str:
-    """Return the text of the page with the current table."""
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    return f"{before}{BEGIN}\n{table(facts)}\n{END}{after}"
-
-
 def _others(path: Path, setting: Setting, renewed: Sequence[str]) -> list[dict[str, Any]]:
     """Return the records of a file whose masks are not renewed."""
     facts = json.loads(path.read_text())
@@ -410,7 +405,7 @@ def main() -> None:
     }
     args.json.write_text(json.dumps(facts, indent=1) + "\n")
     if args.json == RESULTS:
-        PAGE.write_text(with_table(PAGE.read_text("utf-8"), facts), "utf-8")
+        PAGE.write_text(replaced(PAGE.read_text("utf-8"), PART, table(facts)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def _cpu_cell(record: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
 def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
     """Return the fraction of the limiting peak rate: matmuls, reading a cache, or copying."""
     if record["name"] in _CACHES:
-        read = _CACHES[record["name"]].cache_bytes(getattr(torch, record["dtype"]))
+        read = _CACHES[record["name"]].size.key_bytes(getattr(torch, record["dtype"]))
         return read / (record["milliseconds"]["fused_attn"] * 1e6) / ceilings["read"]
     return record.get("share_of_peak", record.get("share_of_copy"))
 
@@ -157,15 +157,27 @@ def page(
     below: str = "",
     numbers: bool = False,
 ) -> str:
-    """Return a Markdown table between two texts.
+    """Return a Markdown table between two texts, either of which may be empty.
 
     Args:
         numbers: right-align all columns except the first.
     """
     rule = ["---", *(["---:" if numbers else "---"] * (len(header) - 1))]
-    lines = [about, "", "| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
+    lines = [about, ""] if about else []
+    lines += ["| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", below] if below else lines)
+
+
+def replaced(text: str, name: str, inner: str) -> str:
+    """Return the text of a page with the part between the markers of a name replaced."""
+    begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
+    for line in (begin, end):
+        if line not in text:
+            raise ValueError(f"a page must have the line {line}")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
 # ---- GPU ----------------------------------------------------------------------------------------

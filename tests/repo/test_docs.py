@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -121,21 +122,13 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
     }
 
 
-def test_table_of_block_lists_is_up_to_date(monkeypatch):
-    """The table of block lists in the docs matches the results of `benchmarks/block_lists.py`."""
+@pytest.mark.parametrize("name", ["block_lists", "scale_simulation"])
+def test_table_is_up_to_date(name, monkeypatch):
+    """The script's table in the docs matches the results in its file."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import block_lists
+    import tables
 
-    page = block_lists.PAGE.read_text("utf-8")
-    facts = json.loads(block_lists.RESULTS.read_text("utf-8"))
-    assert block_lists.with_table(page, facts) == page
-
-
-def test_table_of_scaling_is_up_to_date(monkeypatch):
-    """The scaling table in the docs matches the results of `benchmarks/scale_simulation.py`."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import scale_simulation
-
-    page = scale_simulation.PAGE.read_text("utf-8")
-    facts = json.loads(scale_simulation.RESULTS.read_text("utf-8"))
-    assert scale_simulation.with_table(page, facts) == page
+    script = importlib.import_module(name)
+    page = script.PAGE.read_text("utf-8")
+    facts = json.loads(script.RESULTS.read_text("utf-8"))
+    assert tables.replaced(page, script.PART, script.table(facts)) == page

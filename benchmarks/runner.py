@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from ways import COMPILING, OURS, Apart, Peers, Way, attention
 
-from fused_attn.tools import contract
-from fused_attn.tools.contract import results_of
+from fused_attn.tools import contract, timing
 
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # a backward has 5 matmuls, a forward 2
 _ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # cycling through this size evicts a 50 MB cache
@@ -177,8 +176,7 @@ class Runner:
                 outs = way(*operands)
                 if i == 0 and agrees is not None and not agrees(outs):
                     raise ValueError("computes something else: 10 times as far off as eager")
-                calls.append(_call(way, operands, outs, passes))
-                calls[-1]()
+                calls.append(timing.timed(way, operands, passes, outs))
                 if i == 0:
                     self._synchronize()
                     record["first_call_seconds"][name] = round(time.perf_counter() - start, 2)
@@ -307,16 +305,6 @@ def check_model(
         expected, got = theirs(model.eval())[real], ours()[real]
     finding = contract.judge("the model's output", got, truth, expected, gradient=False)
     assert finding.ok, str(finding)
-
-
-def _call(way: Way, operands: Sequence[Tensor], results: Any, passes: str) -> Callable[[], Any]:
-    if passes == "forward":
-        return lambda: way(*operands)
-    outs = results_of(results)
-    grads = [torch.randn_like(out) for out in outs]
-    if passes == "backward":
-        return lambda: torch.autograd.grad(outs, operands, grads, retain_graph=True)
-    return lambda: torch.autograd.grad(results_of(way(*operands)), operands, grads)
 
 
 def _reason(error: Exception) -> str:

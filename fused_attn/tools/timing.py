@@ -67,20 +67,25 @@ def row_seconds(call: Call) -> float:
     return (time.perf_counter() - start) / CALLS_IN_A_ROW
 
 
-def timed(call: Callable[..., Any], operands: Sequence[Tensor], passes: str) -> Call:
+def timed(
+    call: Callable[..., Any], operands: Sequence[Tensor], passes: str, results: Any = None
+) -> Call:
     """Return a callable that runs passes of call(*operands), and that ran once as a warm-up.
 
     Args:
         passes: "forward", "backward" (of one forward, which ran before) or "both".
+        results: results of call(*operands), if it was called before; None to call it here.
     """
     if passes == "forward":
         step: Call = functools.partial(call, *operands)
     else:
-        grads = [torch.randn_like(out) for out in results_of(call(*operands))]
-        step = functools.partial(_forward_and_backward, call, operands, grads)
+        outs = results_of(call(*operands) if results is None else results)
+        grads = [torch.randn_like(out) for out in outs]
         if passes == "backward":
-            outs = results_of(call(*operands))
             step = functools.partial(torch.autograd.grad, outs, operands, grads, retain_graph=True)
+        else:
+            del outs  # frees the graph before the next forward
+            step = functools.partial(_forward_and_backward, call, operands, grads)
     step()
     return step
 

@@ -46,13 +46,6 @@ WAYS = {
     "enable": "`swap_modules` and `enable()`",
     "compile swapped": "both, then torch.compile",
 }
-# Texts in records of earlier runs, and how the table words them.
-REWORDED = {
-    "fused with their products": "fused with their matmuls",
-    "beyond it, where torch.compile is without the pass too": (
-        "outside, as with torch.compile alone"
-    ),
-}
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -256,20 +249,12 @@ def table(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     for record in results["records"]:
         cells = [f"{record['package']} {record['version']}", record["model"]]
-        cells += [WAYS[record["way"]], _worded(record["report"]), str(record["calls"])]
-        cells += [_worded(record["numerics"])]
+        cells += [WAYS[record["way"]], record["report"], str(record["calls"]), record["numerics"]]
         for times in record["milliseconds"].values():
             ratio = times["before"] / times["after"]
             cells.append(f"{times['before']:.4g}, {times['after']:.4g} ({ratio:.2f}x)")
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def _worded(text: str) -> str:
-    """Return a text of a record in the present wording."""
-    for old, new in REWORDED.items():
-        text = text.replace(old, new)
-    return text
 
 
 def write(records: list[dict[str, Any]]) -> None:

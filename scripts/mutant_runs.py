@@ -15,7 +15,7 @@ from typing import Any
 
 from mutant_sources import ROOT, Mutant, by_path, sample, with_switches
 from sanitize import TESTS as KERNEL_TESTS
-from sanitize import instruction_sets, link_package
+from sanitize import configure, instruction_sets, link_package
 
 BUILD = ROOT / "build" / "mutants"
 MAX_MUTANTS = 4096
@@ -67,27 +67,16 @@ def build(source: str, mutants: Sequence[Mutant]) -> set[int]:
 
     Those that do not are also stored, because finding them takes a whole build.
     """
-    import cmake
-    import pybind11
-
     tree, made = BUILD / source / "tree", BUILD / source / "cmake"
-    header = tree / "csrc/mutants.h"
-    program = str(Path(cmake.CMAKE_BIN_DIR) / "cmake")
-    configure = [program, "-S", str(tree if source == "cpu" else tree / "tests/cuda_emulator")]
-    configure += ["-B", str(made), "-G", "Ninja", "--log-level=WARNING"]
-    configure += [
-        f"-DCMAKE_CXX_FLAGS=-include {header} -w",
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
-    configure += [f"-DFUSED_ATTN_ISAS={';'.join(instruction_sets())}"] * (source == "cpu")
-    command = [program, "--build", str(made), "--", "-k", "0"]
-    command += ["-j", os.environ.get("MUTANTS_JOBS", "2")]
+    options = [f"-DCMAKE_CXX_FLAGS=-include {tree / 'csrc/mutants.h'} -w"]
+    options += [f"-DFUSED_ATTN_ISAS={';'.join(instruction_sets())}"] * (source == "cpu")
     stored = BUILD / source / "not_compiling.json"
     wrong = json.loads(stored.read_text()) if stored.exists() else []
     numbers = {n for n, mutant in enumerate(mutants, 1) if list(mutant) not in wrong}
     write_tree(source, tree, by_path(mutants, numbers))
-    subprocess.run(configure, check=True)
+    program = configure(tree if source == "cpu" else tree / "tests/cuda_emulator", made, *options)
+    command = [program, "--build", str(made), "--", "-k", "0"]
+    command += ["-j", os.environ.get("MUTANTS_JOBS", "2")]
     while True:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = {"address": "address,undefined", "emulator": "address,undefined", "thread": "thread"}
-EXTRA_ISAS = {"address": ["generic"], "thread": [], "emulator": []}  # beside this CPU's best
+EXTRA_ISAS = {"address": ["generic"], "thread": []}  # beside this CPU's best
 PRELOAD = {
     # libstdc++ too, because libasan looks up __cxa_throw when it is loaded, before the module.
     "address": ["libasan.so", "libstdc++.so"],
@@ -123,32 +123,30 @@ def instruction_sets() -> list[str]:
     return chain
 
 
-def build(name: str) -> None:
-    """Build the module of one check, and for a CPU module the package that contains it."""
+def configure(tree: Path, folder: Path, *options: str) -> str:
+    """Configure a build of the CMake project in `tree` in a folder; return the path of CMake."""
     import cmake
     import pybind11
 
-    program, folder = Path(cmake.CMAKE_BIN_DIR) / "cmake", BUILD / name / "cmake"
-    emulated = name == "emulator"
-    isas = ";".join([*instruction_sets(), *EXTRA_ISAS[name]])
-    run(
-        *(
-            program,
-            "-S",
-            ROOT / "tests/cuda_emulator" if emulated else ROOT,
-            "-B",
-            folder,
-            "-G",
-            "Ninja",
-            "--log-level=WARNING",
-        ),
-        f"-DFUSED_ATTN_SANITIZE={FLAGS[name]}",
-        *([] if emulated else [f"-DFUSED_ATTN_ISAS={isas}"]),
+    program = str(Path(cmake.CMAKE_BIN_DIR) / "cmake")
+    options += (
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
     )
+    run(program, "-S", tree, "-B", folder, "-G", "Ninja", "--log-level=WARNING", *options)
+    return program
+
+
+def build(name: str) -> None:
+    """Build the module of one check, and for a CPU module the package that contains it."""
+    tree, folder, options = ROOT, BUILD / name / "cmake", [f"-DFUSED_ATTN_SANITIZE={FLAGS[name]}"]
+    if name == "emulator":
+        tree = ROOT / "tests/cuda_emulator"
+    else:
+        options += [f"-DFUSED_ATTN_ISAS={';'.join([*instruction_sets(), *EXTRA_ISAS[name]])}"]
+    program = configure(tree, folder, *options)
     run(program, "--build", folder)
-    if not emulated:
+    if name != "emulator":
         run(program, "--install", folder, "--prefix", BUILD / name)
         link_package(BUILD / name / "fused_attn")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -126,21 +128,14 @@ def worst(actual: Results, expected: Results) -> tuple[float, str]:
     return largest
 
 
-class _exact_softmax:  # noqa: N801
-    """Context in which softmax ignores `dtype`, because transformers requests float32."""
+def _exact_softmax() -> AbstractContextManager[Any]:
+    """Return a context in which softmax ignores `dtype`: transformers requests float32."""
+    softmax = torch.nn.functional.softmax
 
-    def __enter__(self) -> None:
-        self.softmax = softmax = torch.nn.functional.softmax
+    def exact(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+        return softmax(input, dim)
 
-        def exact(
-            input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
-        ) -> Tensor:
-            return softmax(input, dim)
-
-        torch.nn.functional.softmax = exact  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        torch.nn.functional.softmax = self.softmax
+    return mock.patch.object(torch.nn.functional, "softmax", exact)
 
 
 def _floats(value: Any, name: str, masks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -6,9 +6,10 @@ backward, with and without padding.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,24 +155,21 @@ def _false_claim(report: SwapReport, model: Any, ran: set[int], callers: list[An
     return None
 
 
-class _calls:  # noqa: N801
-    """Context that records each module that calls the fused attention."""
+@contextlib.contextmanager
+def _calls() -> Iterator[list[Any]]:
+    """Record each module that calls the fused attention."""
+    real, seen = integration.attention_forward, []
 
-    def __enter__(self) -> list[Any]:
-        self.seen: list[Any] = []
-        self.real = integration.attention_forward
-        real, seen = self.real, self.seen
+    def spy(module: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module)
+        return real(module, *args, **kwargs)
 
-        def spy(module: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(module)
-            return real(module, *args, **kwargs)
-
-        integration.register()
-        transformers.AttentionInterface.register(integration.NAME, spy)
-        return self.seen
-
-    def __exit__(self, *_: object) -> None:
-        transformers.AttentionInterface.register(integration.NAME, self.real)
+    integration.register()
+    transformers.AttentionInterface.register(integration.NAME, spy)
+    try:
+        yield seen
+    finally:
+        transformers.AttentionInterface.register(integration.NAME, real)
 
 
 # ---- models that run ----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 from functools import partial
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ import rival_attention as attention
 import rival_models
 import torch
 from measure import THROTTLE_LIMIT, CpuMeter
+from runner import slug
 from shapes import Attention
 from torch import Tensor
 
 from fused_attn.backends.fields import DTYPES as DTYPES_OF_KERNELS
+from fused_attn.backends.machine import version_of
 from fused_attn.base.torch_state import dtype_name
 from fused_attn.tools.cases import Shape
 
@@ -119,19 +120,12 @@ def main() -> None:
         for record in rival_models.measure_all(meter, quick=options.quick):
             models.append(record)
             print(json.dumps(record), flush=True)
-    machine = meter.machine() | {n: metadata.version(n) for n in DISTRIBUTIONS if _installed(n)}
-    stem = "-".join("".join(c if c.isalnum() else " " for c in machine["cpu"].lower()).split())
-    path = options.output or RESULTS / f"rivals-{stem}-{machine['isa'].replace('_', '-')}.json"
+    versions = {name: version for name in DISTRIBUTIONS if (version := version_of(name))}
+    machine = meter.machine() | versions
+    stem = f"rivals-{slug(machine['cpu'])}-{slug(machine['isa'])}"
+    path = options.output or RESULTS / f"{stem}.json"
     results = {"machine": machine, "attention": records, "models": models}
     path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

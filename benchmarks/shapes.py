@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn.masks import Mask
-from fused_attn.tools.cases import Shape, make_mask, tensors_of
+from fused_attn.tools.cases import Shape, make_mask, packed_rows, tensors_of
 
 Device = str | torch.device
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -89,23 +89,12 @@ class Attention:
 
         Queries and keys have the same lengths, as in self-attention.
         """
-        lengths = self.lengths().tolist()
-        rows = [
-            torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
-            for t in self.operands(dtype, device, seed)
-        ]
-        return rows, torch.tensor([0, *lengths]).cumsum(0).to(device)
+        rows = [packed_rows(t) for t in self.operands(dtype, device, seed)]
+        return rows, torch.tensor([0, *self.lengths().tolist()]).cumsum(0).to(device)
 
     def flops(self) -> float:
         """Return the FLOPs of a forward without masking."""
-        size = self.size
-        return 4.0 * size.batch * size.num_heads * size.seqlen_q * size.seqlen_k * size.head_dim
-
-    def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the key and value tensors together, in bytes."""
-        size = self.size
-        cached = size.batch * size.num_heads_kv * size.seqlen_k * size.head_dim
-        return 2 * cached * dtype.itemsize
+        return 2.0 * self.size.score_flops()
 
     def visible_pairs(self, device: Device = "cpu") -> float:
         """Return the fraction of query-key pairs that are visible."""

@@ -55,7 +55,7 @@ def test_forward(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(DECODE))
 def test_decode(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
-    attention(runner, "decode", shape, dtype, work={"bytes": shape.cache_bytes(dtype)})
+    attention(runner, "decode", shape, dtype, work={"bytes": shape.size.key_bytes(dtype)})
 
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(CALL))

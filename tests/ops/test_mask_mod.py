@@ -59,6 +59,15 @@ def visible_by(mask, *sizes):
     return kind, visible.expand(sizes)
 
 
+def assert_same_attention(one, other, query, key=None, value=None):
+    """Assert that two masks give the same output; key defaults to query, and value to key."""
+    key = query if key is None else key
+    value = key if value is None else value
+    torch.testing.assert_close(
+        *(fused_attn.scaled_dot_product_attention(query, key, value, mask) for mask in (one, other))
+    )
+
+
 @pytest.mark.parametrize("chunk", [module.CHUNK, 7 * LK])
 @pytest.mark.parametrize(("mask_mod", "kind"), MODS.values(), ids=MODS)
 def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch):
@@ -151,10 +160,7 @@ def test_block_masks(by_batch):
     )
     query, key, value = (torch.randn(B, H, length, 8) for _ in range(3))
     expected = flex.create_mask(mask_mod, B, 1, length, length, device="cpu")
-    out = fused_attn.scaled_dot_product_attention(query, key, value, block_mask)
-    torch.testing.assert_close(
-        out, fused_attn.scaled_dot_product_attention(query, key, value, expected)
-    )
+    assert_same_attention(block_mask, expected, query, key, value)
     diagonal = torch.arange(3, dtype=torch.int32).view(1, 1, 3, 1).repeat(1, 1, 1, 3)
     some = flex.BlockMask.from_kv_blocks(
         torch.ones(1, 1, 3, dtype=torch.int32), diagonal,
@@ -165,10 +171,7 @@ def test_block_masks(by_batch):
     row, column = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     expected = ((row == column) & causal) | ((column == 0) & (row > 0))
-    out = fused_attn.scaled_dot_product_attention(query, key, value, some)
-    torch.testing.assert_close(
-        out, fused_attn.scaled_dot_product_attention(query, key, value, expected)
-    )
+    assert_same_attention(some, expected, query, key, value)
     with pytest.raises(ValueError, match="a BlockMask for lengths"):
         fused_attn.scaled_dot_product_attention(query[:, :, :9], key, value, block_mask)
 
@@ -223,14 +226,8 @@ def test_alignment_does_not_depend_on_what_is_recognized(hidden):
         query, key = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 8)
         own = visible_by(few, 2, 1, 4, 8)[1]
         band = visible_by(other, 2, 1, 4, 8)[1]
-        torch.testing.assert_close(
-            fused_attn.scaled_dot_product_attention(query, key, key, other & few),
-            fused_attn.scaled_dot_product_attention(query, key, key, band & own),
-        )
-        united = fused_attn.scaled_dot_product_attention(query, key, key, other | few)
-        torch.testing.assert_close(
-            united, fused_attn.scaled_dot_product_attention(query, key, key, band | own)
-        )
+        assert_same_attention(other & few, band & own, query, key)
+        assert_same_attention(other | few, band | own, query, key)
 
 
 def test_unions_in_caches_and_packs_are_aligned_at_the_sequences():
@@ -252,10 +249,7 @@ def test_tensors_of_a_closure_may_change():
     mask = masks.from_mask_mod(lambda b, h, q, k: k < lengths[b])
     for length in (3, 6):
         lengths[0] = length
-        torch.testing.assert_close(
-            fused_attn.scaled_dot_product_attention(query, query, query, mask),
-            fused_attn.scaled_dot_product_attention(query, query, query, masks.padding(lengths)),
-        )
+        assert_same_attention(mask, masks.padding(lengths), query)
 
 
 def test_functions_that_are_tuples():
@@ -269,10 +263,7 @@ def test_functions_that_are_tuples():
             return (q - k <= self.left) & (k - q <= self.right)
 
     query, mask = torch.randn(1, 2, 9, 8), masks.from_mask_mod(Window(2, 1))
-    torch.testing.assert_close(
-        fused_attn.scaled_dot_product_attention(query, query, query, mask),
-        fused_attn.scaled_dot_product_attention(query, query, query, masks.sliding_window(2, 1)),
-    )
+    assert_same_attention(mask, masks.sliding_window(2, 1), query)
 
 
 def test_another_mask_mod_of_a_block_mask():
@@ -283,10 +274,7 @@ def test_another_mask_mod_of_a_block_mask():
         (lambda b, h, q, k: q <= k, masks.sliding_window(0, -1)),
     ):
         block_mask.mask_mod = mask_mod
-        torch.testing.assert_close(
-            fused_attn.scaled_dot_product_attention(query, query, query, block_mask),
-            fused_attn.scaled_dot_product_attention(query, query, query, mask),
-        )
+        assert_same_attention(block_mask, mask, query)
 
 
 def test_block_masks_are_freed():

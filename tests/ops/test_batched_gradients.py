@@ -15,7 +15,7 @@ from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import fused_attn
 from fused_attn import functional as F
-from fused_attn import masks, varlen_attention
+from fused_attn import masks
 from fused_attn.nn.weights import attention_with_weights
 
 TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 1e-4)}
@@ -130,13 +130,3 @@ def test_enabled():
     with fused_attn.enabled():
         assert gradcheck(attend, inputs, check_batched_grad=True)
         assert gradgradcheck(attend, inputs, check_batched_grad=True, fast_mode=True)
-
-
-def test_packed_sequences():
-    starts = torch.tensor([0, 2, 5])
-
-    def attend(x):
-        return varlen_attention(x, x, x, starts, starts, 3, 3, is_causal=True)
-
-    inputs = (torch.randn(5, 2, 4, dtype=torch.float64, requires_grad=True),)
-    assert gradcheck(attend, inputs, check_batched_grad=True)

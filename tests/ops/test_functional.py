@@ -83,9 +83,6 @@ def test_choice_of_backend(monkeypatch):
     assert torch.equal(F.scaled_dot_product_attention(x, x, x), eager)
     with fused_attn.use_backend("cpp"):
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), cpp)
-    monkeypatch.setenv("FUSED_ATTN_BACKEND", "nonsense")
-    with pytest.raises(ValueError, match=r"^FUSED_ATTN_BACKEND must be one of"):
-        F.scaled_dot_product_attention(x, x, x)
 
 
 def test_cpu_isa_variable():

@@ -55,6 +55,11 @@ def direct(spec: MaskSpec = NO_MASK, query: torch.Tensor | None = None) -> torch
         ("slopes", torch.zeros(2, 1), "slopes must have shape"),
         ("query_documents", torch.zeros(2, 5, dtype=torch.int64), "must be set together"),
         ("cu_seqlens_q", ints(0, 5), "packed sequences must have one batch"),
+        ("bounds", torch.zeros(2, 8, dtype=torch.int32), "bounds must be int64"),
+        ("query_documents", torch.zeros(2, 5).int(), "query_documents must be int64"),
+        ("slopes", torch.zeros(2, 2, dtype=torch.float64), "slopes must be float32"),
+        ("intervals", torch.zeros(1, 1, 5, 2), "intervals must be int64"),
+        ("bits", torch.zeros(1, 1, 5, 1, dtype=torch.uint8), "bits must be int64"),
     ],
 )
 def test_rules_of_tables(field, table, message):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_attn.backends.registry import get_backend
-from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks import band, intervals, restrict, torch_arguments
 from fused_attn.masks.fields import KNOWN, TENSORS
 from fused_attn.masks.materialize import materialize
@@ -78,21 +76,3 @@ def test_the_tables_are_complete():
     text = (Path(__file__).parents[2] / "csrc/fields/mask.inc").read_text()
     assert dict(re.findall(r"(\w+), \"(\w+)\"\)", text)) == TENSORS
     assert len(TENSORS["bounds"]) == 2 and int(TENSORS["bounds"][1]) == len(BOUNDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("bounds", torch.zeros(2, 8, dtype=torch.int32)),
-        ("query_documents", torch.zeros(2, 5, dtype=torch.int32)),
-        ("slopes", torch.zeros(2, 3, dtype=torch.float64)),
-        ("intervals", torch.zeros(1, 1, 5, 2)),
-        ("bits", torch.zeros(1, 1, 5, 1, dtype=torch.uint8)),
-    ],
-)
-def test_kernels_refuse_tables_of_other_types(name, table):
-    """A table with a wrong dtype is refused, because a kernel could read past its end."""
-    query = torch.zeros(2, 3, 5, 8)
-    call = AttentionCall(query, query, query, MaskSpec(**{name: table}), AttentionOptions(0.3))
-    with pytest.raises(ValueError, match=f"{name} must be (int64|float32)"):
-        get_backend("cpp").attention_fwd(call, False, False)

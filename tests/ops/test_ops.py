@@ -190,7 +190,7 @@ def test_export_of_any_length(backend, mask, strict):
     torch.testing.assert_close(program.module()(*longer), Attend()(*longer))
 
 
-def test_ops_and_compiled_graphs_check_lengths():
+def test_functions_ops_and_compiled_graphs_check_lengths():
     too_long = torch.zeros(1, 1, 1, 8).expand(1, 1, 1 << 29, 8)
     query = torch.zeros(1, 1, 1, 8)
     spec = mask_spec.MaskSpec()
@@ -200,8 +200,9 @@ def test_ops_and_compiled_graphs_check_lengths():
     compiled = torch.compile(
         lambda *qkv: F.scaled_dot_product_attention(*qkv), backend="aot_eager", dynamic=True
     )
-    with pytest.raises(ValueError, match="must have a seqlen below"):
-        compiled(query, too_long, too_long)
+    for attend in (F.scaled_dot_product_attention, compiled):
+        with pytest.raises(ValueError, match="must have a seqlen below"):
+            attend(query, too_long, too_long)
 
 
 def test_compile_avoids_is_autocast_available(monkeypatch):

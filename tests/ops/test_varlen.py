@@ -153,7 +153,7 @@ def small_call(backend):
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_double_backward(backend):
     call, leaves = small_call(backend)
-    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradcheck(call, leaves, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, leaves)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._inductor.lowering
-from nn_helpers import perturb
+from nn_helpers import Called, perturb
 
 import fused_attn
 from fused_attn import masks, nn
@@ -15,17 +15,6 @@ for package in ("onnx", "onnxscript", "onnxruntime"):
 pytestmark = pytest.mark.filterwarnings("ignore")
 B, L, E = 2, 6, 32
 PADDED = torch.arange(L) >= torch.tensor([[4], [L]])
-
-
-class Called(torch.nn.Module):
-    """Module that calls a given function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def attend(*args, **kwargs):

@@ -20,11 +20,7 @@ FORMS = {
 }
 
 
-@pytest.fixture
-def looked_at():
-    """Return the list of calls that were validated."""
-    with routes.looked_at() as calls:
-        yield calls
+looked_at = routes.looked_at
 
 
 def tensors(

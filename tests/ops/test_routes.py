@@ -23,11 +23,7 @@ MASKS = {
 }
 
 
-@pytest.fixture
-def looked_at():
-    """Return the list of calls that were validated."""
-    with routes.looked_at() as calls:
-        yield calls
+looked_at = routes.looked_at
 
 
 def tensors(dtype, heads_kv=4, layout="bhld"):

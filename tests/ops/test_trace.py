@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from nn_helpers import Called
 
 from fused_attn import layer_norm, masks, nn, scaled_dot_product_attention
 
@@ -53,17 +54,6 @@ CASES = {
     ),
     "norm": (lambda q, k, v: layer_norm(q, (D,)), ()),
 }
-
-
-class Called(torch.nn.Module):
-    """Module that calls a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def saved_and_loaded(traced):

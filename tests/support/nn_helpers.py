@@ -18,6 +18,17 @@ DRAWS = 4
 EMBED, HEADS, BATCH, LEN_Q, LEN_K = 24, 3, 2, 5, 7
 
 
+class Called(Module):
+    """Module that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 def assert_within_contract(
     actual: Mapping[str, Tensor],
     eager: Mapping[str, Tensor],

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_attn.ops import dispatch
@@ -36,9 +37,9 @@ ROUTES: dict[str, Route] = {
 }
 
 
-@contextmanager
+@pytest.fixture
 def looked_at() -> Iterator[list[Any]]:
-    """Yield a list to which each call that is validated within the block is appended."""
+    """Return a list to which each call that is validated during the test is appended."""
     calls: list[Any] = []
 
     def spy(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -132,9 +132,10 @@ def run_with_gradients(
         if tensor is None:
             continue
         keep = half and tensor.dtype == torch.float32 and name in ("bias", "weight", "norm_bias")
-        leaves[name] = tensor.detach().to(device, tensor.dtype if keep else dtype, copy=True)
-        as_strided_like(leaves, name, tensor)
-        leaves[name].requires_grad_()
+        leaf = tensor.detach().to(device, tensor.dtype if keep else dtype, copy=True)
+        if not tensor.is_contiguous() and 0 not in tensor.stride():  # preserve its strides
+            leaf = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+        leaves[name] = leaf.requires_grad_()
     with dropout_seed(seed):
         outputs = function(**leaves)
     generator = drawn(seed)
@@ -166,15 +167,6 @@ def dropout_seed(seed: int) -> Iterator[None]:
     torch.default_generator.manual_seed(drawn(seed).initial_seed())
     with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
         yield
-
-
-def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    """Give leaves[name] the strides of `tensor`, unless it is contiguous or expanded."""
-    if tensor.is_contiguous() or 0 in tensor.stride():
-        return
-    leaf = leaves[name]
-    copy = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device)  # preserves strides
-    leaves[name] = copy.copy_(leaf)
 
 
 def exact_in_16_bits(tensor: Tensor) -> Tensor:
@@ -352,20 +344,12 @@ def random_qkv(
     head_dim: int,
     head_dim_v: int | None = None,
     seed: int = 0,
-    transposed: bool = False,
 ) -> dict[str, Tensor | None]:
-    """Draw float32 query, key and value.
-
-    Args:
-        transposed: store the tensors in (batch, seqlen, num_heads, head_dim) order. The returned
-            views are (batch, num_heads, seqlen, head_dim) in any case.
-    """
+    """Draw float32 query, key and value."""
     generator = drawn(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
 
     def make(heads: int, seqlen: int, dim: int) -> Tensor:
-        if transposed:
-            return torch.randn(batch, seqlen, heads, dim, generator=generator).transpose(1, 2)
         return torch.randn(batch, heads, seqlen, dim, generator=generator)
 
     return {

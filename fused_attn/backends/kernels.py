@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +52,10 @@ class EngineBackend(OptInBackend):
 
 
 class KernelBackend(OptInBackend):
-    """Backend with GPU kernels of this package: it allocates results, which its host code fills."""
+    """Backend with GPU kernels of this package: it allocates results, which its host code fills.
+
+    The host code gets no empty problems.
+    """
 
     def attention_host(self) -> Any:
         """Return the module that launches the attention kernels."""
@@ -82,21 +86,31 @@ class KernelBackend(OptInBackend):
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        call, outputs = self.readable(call), call.outputs(for_backward)
-        self.attention_host().attention_fwd(call, outputs)
+        outputs = call.outputs(for_backward)
+        out, lse, lse_residual, out_residual = outputs
+        if 0 in (lse.numel(), *call.sizes()):
+            out.zero_(), lse.fill_(-math.inf), lse_residual.zero_(), out_residual.zero_()
+            return outputs
+        self.attention_host().attention_fwd(self.readable(call), outputs)
         return outputs
 
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients:
-        grads = work.call.gradients(work.needs_bias)
-        call, outputs = self.readable(work.call), work.outputs.kernel_layout()
-        work = work._replace(call=call, outputs=outputs)
+        call, grads = work.call, work.call.gradients(work.needs_bias)
+        if 0 in (call.query.shape[1], *call.sizes()):
+            for grad in grads:
+                grad.zero_()
+            return grads
+        work = work._replace(call=self.readable(call), outputs=work.outputs.kernel_layout())
         self.attention_host().attention_bwd(work, grads)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        call, weights = self.readable(call), call.weights(average)
+        weights = call.weights(average)
+        if weights.numel() == 0 or call.query.shape[1] == 0:
+            return weights.zero_()
+        call = self.readable(call)
         self.attention_host().attention_weights(call, lse, lse_residual, average, weights)
         return weights
 
@@ -105,10 +119,14 @@ class KernelBackend(OptInBackend):
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         outputs = call.outputs()
-        self.norm_host().norm_fwd(call, outputs)
+        if call.input.numel() > 0:
+            self.norm_host().norm_fwd(call, outputs)
         return outputs
 
     def norm_bwd(self, work: NormBackward) -> NormGradients:
         grads = work.call.gradients(work.needs_weight, work.needs_bias)
+        if work.call.input.numel() == 0:
+            grads.weight.zero_(), grads.bias.zero_()
+            return grads
         self.norm_host().norm_bwd(work, grads)
         return grads

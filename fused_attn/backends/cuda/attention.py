@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -45,15 +44,11 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     """
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     for_backward = lse_residual.numel() > 0
-    batch, seqlen_q, seqlen_k = call.sizes()
-    if 0 in (lse.numel(), batch, seqlen_q, seqlen_k):
-        out.zero_(), lse.fill_(-math.inf), lse_residual.zero_(), out_residual.zero_()
-        return
     call, fields = call_fields(call, out)
     fields["lse"] = lse
     if for_backward:
         fields |= {"lse_residual": lse_residual, "out_residual": out_residual}
-    elif decode_rows(query, call.key, seqlen_q) <= MAX_DECODE_ROWS:
+    elif decode_rows(query, call.key, call.sizes()[1]) <= MAX_DECODE_ROWS:
         _run_decode(call, lse, fields)
         return
     run("attention_fwd", query.device, call, fields)
@@ -87,31 +82,21 @@ def decode_rows(query: Tensor, key: Tensor, seqlen_q: int) -> int:
 
 
 def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> None:
-    query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()
-    sizes = (batch, seqlen_q, fields.get("seqlen_k", seqlen_k))
-    num_splits = fields["num_splits"] = num_decode_splits(query, call.key, *sizes)
+    """Run the decode kernel, with as many KV splits as fill all multiprocessors in one wave."""
+    query, key, (batch, seqlen_q, seqlen_k) = call.query, call.key, call.sizes()
+    blocks = batch * key.shape[1] * -(-decode_rows(query, key, seqlen_q) // DECODE_BLOCK_ROWS)
+    resident_blocks = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
+    longest = -(-fields.get("seqlen_k", seqlen_k) // MIN_KEYS_PER_SPLIT)
+    num_splits = fields["num_splits"] = max(1, min(longest, resident_blocks // blocks))
     shape = (*lse.shape, num_splits, 2 + call.value.shape[3])
     fields["splits"] = lse.new_empty(shape if num_splits > 1 else 0)
     run("attention_decode", query.device, call, fields)
-
-
-def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Return the number of KV splits, chosen to fill all multiprocessors in a single wave."""
-    rows = decode_rows(query, key, seqlen_q)
-    blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
-    resident_blocks = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
-    longest = -(-seqlen_k // MIN_KEYS_PER_SPLIT)
-    return max(1, min(longest, resident_blocks // blocks))
 
 
 def attention_bwd(work: AttentionBackward, grads: AttentionGradients) -> None:
     """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
     call, outputs, grad_out, grad_lse, _ = work
     query, spec, lse = call.query, call.mask, outputs.lse
-    if 0 in (query.shape[1], *call.sizes()):
-        for tensor in grads:
-            tensor.zero_()
-        return
     out, grad_out = in_chunks(outputs.out), in_chunks(grad_out)
     out_residual = outputs.out_residual
     if out_residual.numel() > 0:
@@ -150,9 +135,6 @@ def attention_weights(
 ) -> None:
     """Compute the attention weights after dropout from lse, and write them to `weights`."""
     query, key = call.query, call.key
-    if weights.numel() == 0 or query.shape[1] == 0:
-        weights.zero_()
-        return
     value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
     call, fields = call_fields(replace(call, value=value), out)
     fields |= {"lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
@@ -178,7 +160,7 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
     fields: dict[str, Any] = {"out": out}
     if spec.key_mask is not None:
         fields["key_mask_summary"] = tile_summary(spec.key_mask)
-    fields["tf32"] = wants_tf32()
+    fields["tf32"] = torch.backends.cuda.matmul.fp32_precision == "tf32"
     if call.options.dropout_p > 0.0:
         assert call.options.seed is not None
         fields["seed_address"] = call.options.seed.to(query.device)
@@ -187,11 +169,6 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
             shape = (ids.shape[0], -(-ids.shape[1] // compiled().ID_RANGE_TILE), 2)
             fields[f"{name}_id_ranges"] = ids.new_empty(shape, dtype=torch.int32)
     return call, fields
-
-
-def wants_tf32() -> bool:
-    """Return True if torch's settings allow TF32 for float32 matmuls."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def in_chunks(tensor: Tensor) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,22 +70,17 @@ def run(
     call: AttentionCall | NormCall | None,
     fields: dict[str, Any],
 ) -> None:
-    """Call a function of the module, which launches kernels on the current stream of a device."""
-    with on_stream(device) as (index, stream):
-        getattr(_cuda, name)(call, **fields, device=index, stream=stream)
+    """Call a function of the module, which launches kernels on the current stream of a device.
 
-
-@contextlib.contextmanager
-def on_stream(device: torch.device) -> Iterator[tuple[int, int]]:
-    """Make the device current within the block; yield its index and current stream's handle.
-
-    The index is -1 for the CPU, where the kernels are emulated.
+    On the CPU, where kernels are emulated, the module gets device -1.
     """
+    function = getattr(_cuda, name)
     if device.type == "cpu":
-        yield -1, 0
+        function(call, **fields, device=-1, stream=0)
         return
     with torch.cuda.device(device):
-        yield torch.cuda.current_device(), torch.cuda.current_stream(device).cuda_stream
+        stream = torch.cuda.current_stream(device).cuda_stream
+        function(call, **fields, device=torch.cuda.current_device(), stream=stream)
 
 
 def times_to_fill(blocks: int, device: torch.device) -> int:

@@ -11,8 +11,6 @@ from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutp
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     """Compute a norm, and write the results to `outputs`."""
-    if call.input.numel() == 0:
-        return
     call = call.kernel_layout()
     run("norm_fwd", call.input.device, call, {**_seed(call), **outputs._asdict()})
 
@@ -21,9 +19,6 @@ def norm_bwd(work: NormBackward, grads: NormGradients) -> None:
     """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
     call, mean, rstd, grad_out, grad_total, *_ = work
     total, columns = call.input, call.input.shape[-1]
-    if total.numel() == 0:
-        grads.weight.zero_(), grads.bias.zero_()
-        return
     num_parts = compiled().norm_bwd_parts(call.rows, columns, num_multiprocessors(total.device))
     wanted = grads.weight.numel() + grads.bias.numel() > 0
     fields = {

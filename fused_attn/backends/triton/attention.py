@@ -58,9 +58,6 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     for_backward = lse_residual.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
-    if 0 in (lse.numel(), sizes.batch, sizes.seqlen_q):
-        out.zero_(), lse.fill_(float("-inf")), lse_residual.zero_(), out_residual.zero_()
-        return
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
@@ -109,10 +106,6 @@ def attention_bwd(work: AttentionBackward, grads: AttentionGradients) -> None:
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
-    if 0 in (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k):
-        for tensor in grads:
-            tensor.zero_()
-        return
     # These variables keep contiguous copies alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_kernel_layout(t)) for t in (out, grad_out))
     residual_rows = _rows(_kernel_layout(out_residual)) if out_residual.numel() else None
@@ -185,9 +178,6 @@ def attention_weights(
     """Compute the attention weights after dropout, averaged over heads if `average`."""
     args = LaunchArguments(replace(call, value=call.key))
     sizes = args.sizes
-    if weights.numel() == 0 or sizes.num_heads == 0:
-        weights.zero_()
-        return
     config = args.config("bias")
     kinds = tile_kinds(call.mask, sizes, config.block_m, config.block_n, args.device)
     owners = math.prod(weights.shape[:-2])

@@ -18,8 +18,6 @@ from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutp
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     """Compute a norm, and write the results to `outputs`."""
     input, rows, columns = call.input, call.rows, call.input.shape[-1]
-    if input.numel() == 0:
-        return
     config = _config(columns, FWD_LIMITS, arch_of(input.device))
     launch(
         norm_fwd_kernel,
@@ -48,9 +46,6 @@ def norm_bwd(work: NormBackward, grads: NormGradients) -> None:
     """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
     call, mean, rstd, grad_out, grad_total, *_ = work
     total, rows, columns = call.input, call.rows, call.input.shape[-1]
-    if total.numel() == 0:
-        grads.weight.zero_(), grads.bias.zero_()
-        return
     arch = arch_of(total.device)
     config = _config(columns, BWD_LIMITS, arch)
     programs = min(triton.cdiv(rows, config.block_rows), config.programs_per_core * arch.num_cores)

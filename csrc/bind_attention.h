@@ -57,7 +57,6 @@ void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 // Reads the tensors, mask and options of an attention call.
 struct AttentionReader {
   TensorView query, key, value;
-  Summaries summaries;
   Sizes sizes;
   // True for packed sequences in (total, num_heads, head_dim) tensors. The CPU passes support them
   // only without a backward.
@@ -86,7 +85,7 @@ struct AttentionReader {
     check_within(num_threads, "num_threads", 0, kUnlimited);
     p->num_threads = num_threads;
     read_call(call, query, key, value, &sizes, p);
-    complete(call, p, &summaries);
+    complete(call, p);
     return true;
   }
 };

@@ -32,15 +32,10 @@ void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor
   }
 }
 
-template <class T>
-T integer(const py::handle& value) {
-  return static_cast<T>(py::cast<int64_t>(value));
-}
-
 // Reads a MaskSpec (fused_attn/masks/spec.py). Writes the sizes of bias to *sizes.
 void read_mask(const py::handle& spec, Sizes* sizes, MaskParams* p) {
-#define FIELD(type, name)                                     \
-  p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
+#define FIELD(type, name)                                      \
+  p->name = py::cast<type>(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
   check_within(p->name, #name, -2 * kUnlimited, 2 * kUnlimited);
 #define POINTER(type, name, rule)                                                            \
   if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
@@ -175,8 +170,8 @@ void read_packing(const py::handle& spec, Sizes* sizes, AttentionParams* p) {
   p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
   p->cu_seqlens_k = static_cast<const int64_t*>(ends_k.data);
   p->batch = ends_q.shape[0] - 1;
-  p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
-  p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
+  p->seqlen_q = py::cast<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
+  p->seqlen_k = py::cast<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
   check_within(p->seqlen_q, "max_seqlen_q", 0, kUnlimited - 1);
   check_within(p->seqlen_k, "max_seqlen_k", 0, kUnlimited - 1);
   check_cu_seqlens(ends_q, "cu_seqlens_q", p->seqlen_q, (*sizes)['T']);

@@ -6,7 +6,7 @@
 namespace fused_attn {
 namespace {
 
-// Reads a call and the keyword fields of the pass, and runs the pass.
+// Reads an attention call and the keyword fields of the pass, and runs the pass.
 template <class Params>
 void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -15,8 +15,7 @@ void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
   fields.sizes = read_call(call, &params);
   read(fields, &params);
   fields.finish();
-  Summaries summaries;
-  complete(call, &params, &summaries);
+  complete(call, &params.fwd);
   run_entry(entry, params);
 }
 
@@ -109,8 +108,7 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
   fields.pointer("kinds", &params.kinds, "!BHLM");
   fields.number("num_threads", &params.problem.num_threads);
   fields.finish();
-  Summaries summaries;
-  complete(call, &params.problem, &summaries);
+  complete(call, &params.problem);
   run_entry(&KernelTable::tile_kinds, params);
 }
 

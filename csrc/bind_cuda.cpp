@@ -63,20 +63,6 @@ void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionWeig
 
 // ---- sizes of a call, for error messages --------------------------------------------------------
 
-std::string name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-  }
-  return "dtype " + std::to_string(static_cast<int64_t>(dtype));
-}
-
 std::string sizes_of(const AttentionParams& p) {
   std::string text;
   for (const auto& [name, size] : {std::pair<const char*, int64_t>{"batch", p.batch},
@@ -104,17 +90,6 @@ std::string sizes_of(const SummaryParams& p) {
 }
 
 // ---- calls --------------------------------------------------------------------------------------
-
-// Calls run() without the GIL. Adds the name and sizes of the call to launch errors.
-template <class Params, class Run>
-void run_described(const char* name, const Params& params, const Run& run) {
-  py::gil_scoped_release release;
-  try {
-    run();
-  } catch (const LaunchError& error) {
-    throw LaunchError(std::string(name) + " (" + sizes_of(params) + ") failed: " + error.what());
-  }
-}
 
 Sizes read_call(const py::handle&, SummaryParams*) { return {}; }
 
@@ -182,7 +157,8 @@ void check(const NormBwdParams& p, const PartialSums& sums, const GpuParams& gpu
   check_that(!(p.fwd.dropout_p > 0) || p.grad_input != nullptr, "grad_input is missing");
 }
 
-// Reads the call and the keyword fields of the pass, and calls `entry` with the resulting structs.
+// Reads the call and the keyword fields of the pass, and calls `entry` with the resulting structs
+// and without the GIL. Adds the name and sizes of the call to launch errors.
 template <class Params, class... More>
 void run(const char* name, void (*entry)(const Params&, const More&...), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -208,8 +184,12 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
   std::apply([&](More&... parts) { (read(fields, &parts), ...); }, more);
   fields.finish();
   std::apply([&](More&... parts) { check(params, parts...); }, more);
-  run_described(name, params,
-                [&] { std::apply([&](const More&... parts) { entry(params, parts...); }, more); });
+  py::gil_scoped_release release;
+  try {
+    std::apply([&](const More&... parts) { entry(params, parts...); }, more);
+  } catch (const LaunchError& error) {
+    throw LaunchError(std::string(name) + " (" + sizes_of(params) + ") failed: " + error.what());
+  }
 }
 
 // Calls `calls` with recording enabled. Returns one tuple (kernel, blocks, threads, shared memory

@@ -89,8 +89,7 @@ class NormReader {
                    &p->residual_rows)) {
       return false;
     }
-    p->columns = 1;
-    for (int i = first(); i < input.ndim; ++i) p->columns *= input.shape[i];
+    p->columns = matrix.shape[matrix.ndim - 1];
     p->dtype = input.dtype();
     p->rows = input.numel() / p->columns;
     check_within(num_threads, "num_threads", 0, kUnlimited);

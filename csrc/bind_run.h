@@ -27,22 +27,20 @@ void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params)
 }
 
 // Computes the summary of a mask tensor unless the spec has it, and stores it on the spec, for the
-// backward and for other calls with this mask. Returns the summary, which must outlive the kernel.
-py::object complete_summary(const py::object& spec, const char* name, const TensorView& mask,
-                            int64_t num_threads, DenseTensor* tensor) {
-  if (!mask.is_present) return {};
-  if (tensor->summary != nullptr) return spec.attr(name);
+// backward and for other calls with this mask.
+void complete_summary(const py::object& spec, const char* name, const TensorView& mask,
+                      int64_t num_threads, DenseTensor* tensor) {
+  if (!mask.is_present || tensor->summary != nullptr) return;
   SummaryParams p{};
   int64_t sizes[4], step = 1;
   for (int i = 3; i >= 0; --i) {
-    const int64_t tile = i == 2 ? kSummaryTileM : i == 3 ? kSummaryTileN : 1;
     p.sizes[i] = mask.shape[i];
     p.strides[i] = mask.strides[i];
-    sizes[i] = (mask.shape[i] + tile - 1) / tile;
+    sizes[i] = summary_size(mask, i);
     tensor->summary_strides[i] = mask.shape[i] == 1 ? 0 : step;
     step *= sizes[i];
   }
-  py::object summary = new_dense(sizes, 4, kUInt8, &p.summary);
+  const py::object summary = new_dense(sizes, 4, kUInt8, &p.summary);
   p.data = mask.data;
   p.is_bool = !mask.is_float();
   p.dtype = mask.dtype();
@@ -53,13 +51,7 @@ py::object complete_summary(const py::object& spec, const char* name, const Tens
     kernels().tile_summary(p);
   }
   if (spec.attr(name).is_none()) spec.attr(name) = summary;  // else another thread was faster
-  return summary;
 }
-
-// Holds the summaries of a call until its kernel has run.
-struct Summaries {
-  py::object bias, dense;
-};
 
 // Reads the dropout seed. For an unvalidated call, the seed is drawn here, so that rejected calls
 // do not advance the generator.
@@ -75,22 +67,14 @@ void read_seed(const py::handle& call, Params* p) {
 }
 
 // Reads the fields that only the CPU kernels use. Called after read_call.
-void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) {
+void complete(const py::handle& call, AttentionParams* p) {
   read_seed(call, p);
   if (p->mask.bias.data == nullptr && p->mask.dense.data == nullptr) return;
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
-  summaries->bias =
-      complete_summary(spec, "bias_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")),
-                       p->num_threads, &p->mask.bias);
-  summaries->dense =
-      complete_summary(spec, "dense_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")),
-                       p->num_threads, &p->mask.dense);
-}
-void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
-  complete(call, &p->fwd, s);
-}
-void complete(const py::handle& call, AttentionWeightsParams* p, Summaries* s) {
-  complete(call, &p->fwd, s);
+  complete_summary(spec, "bias_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")),
+                   p->num_threads, &p->mask.bias);
+  complete_summary(spec, "dense_summary", view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")),
+                   p->num_threads, &p->mask.dense);
 }
 
 }  // namespace

@@ -14,6 +14,11 @@
 namespace fused_attn {
 namespace {
 
+const char* name_of(DType dtype) {
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16"};
+  return kNames[static_cast<int>(dtype)];
+}
+
 // Returns the dtype of lse, mean and rstd, in which parameter gradients are also accumulated.
 DType statistics_of(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -79,8 +84,7 @@ void check_elements(const TensorView& view, const std::string& name, const Rule&
                         : rule.dtype == 'o' ? sizes.out_dtype
                                             : sizes.dtype;
     if (view.is_float() && view.dtype() == dtype) return;
-    constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16"};
-    throw std::invalid_argument(name + " must be " + kNames[static_cast<int>(dtype)]);
+    throw std::invalid_argument(name + " must be " + name_of(dtype));
   }
   const int code = kFloat ? kDLFloat : kBits == 8 ? kDLUInt : kDLInt;
   if (view.code == code && view.bits == kBits) return;

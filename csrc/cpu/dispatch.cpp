@@ -210,33 +210,24 @@ bool wants_vectors(const AttentionParams& p) {
 }
 
 // The selected kernel table, and the table for problems for which wants_vectors() returns true.
-struct Choice {
-  const KernelTable *table, *few_products;
-};
+std::atomic<const KernelTable*> current{nullptr}, current_few_products{nullptr};
 
-Choice choose(const char* wanted) {
+// Selects and returns the kernels of an instruction set, or the best ones for null and "".
+const KernelTable& make_current(const char* wanted) {
   const KernelTable* const table = &choose_kernels(wanted);
   const KernelTable* vectors = nullptr;
   const bool any = wanted == nullptr || *wanted == '\0';
   if (any && std::strncmp(table->isa, "amx", 3) == 0) vectors = first_kernels("avx512");
-  return {table, vectors == nullptr ? table : vectors};
-}
-
-std::atomic<const KernelTable*> current{nullptr}, current_few_products{nullptr};
-
-void make_current(const Choice& choice) {
-  current_few_products.store(choice.few_products, std::memory_order_release);
-  current.store(choice.table, std::memory_order_release);
+  current_few_products.store(vectors == nullptr ? table : vectors, std::memory_order_release);
+  current.store(table, std::memory_order_release);
+  return *table;
 }
 
 }  // namespace
 
 const KernelTable& kernels() {
   const KernelTable* const table = current.load(std::memory_order_acquire);
-  if (table != nullptr) return *table;
-  const Choice choice = choose(std::getenv("FUSED_ATTN_CPU_ISA"));
-  make_current(choice);
-  return *choice.table;
+  return table != nullptr ? *table : make_current(std::getenv("FUSED_ATTN_CPU_ISA"));
 }
 
 const KernelTable& attention_kernels(const AttentionParams& p) {
@@ -245,7 +236,7 @@ const KernelTable& attention_kernels(const AttentionParams& p) {
 }
 
 void set_isa(const char* isa) {
-  make_current(choose(*isa == '\0' ? std::getenv("FUSED_ATTN_CPU_ISA") : isa));
+  make_current(*isa == '\0' ? std::getenv("FUSED_ATTN_CPU_ISA") : isa);
 }
 
 }  // namespace fused_attn

@@ -81,11 +81,6 @@ struct Backward {
   }
 };
 
-template <class T>
-struct ProductPeak {
-  static double run(DType, int64_t threads) { return product_peak<T>(threads); }
-};
-
 }  // namespace
 
 bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
@@ -104,10 +99,6 @@ bool own::attention_bwd_beside(const TilePasses* tiles, const AttentionBwdParams
 
 bool own::attention_weights(const AttentionWeightsParams& p) {
   return run_as<AttentionWeights>(p.fwd.dtype, base::attention_weights, p);
-}
-
-double own::product_peak(DType dtype, int64_t threads) {
-  return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
 }
 #else
 bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
@@ -155,7 +146,16 @@ int64_t query_tile_of(DType dtype) {
   return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>;
 }
 
+template <class T>
+struct ProductPeak {
+  static double run(DType, int64_t threads) { return product_peak<T>(threads); }
+};
+
 }  // namespace
+
+double own::product_peak(DType dtype, int64_t threads) {
+  return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
+}
 
 bool own::attention_fwd(const AttentionParams& p) { return attention_fwd_beside(kTiles, p); }
 bool own::attention_bwd(const AttentionBwdParams& p) { return attention_bwd_beside(kTiles, p); }

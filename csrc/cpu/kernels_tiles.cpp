@@ -4,7 +4,6 @@
 #if defined(FUSED_ATTN_OWN_TILES)
 #include "cpu/kernels/attention_decode.h"
 #include "cpu/kernels/attention_fwd_tiles.h"
-#include "cpu/kernels/peak.h"
 #include "cpu/run_as.h"
 
 namespace fused_attn {
@@ -46,21 +45,6 @@ bool own::tiles_take_decode(const AttentionParams& p) {
 bool own::tiles_decode(const AttentionParams& p) {
   return run_as<Decode>(p.dtype, base::tiles_decode, p);
 }
-
-#if !defined(FUSED_ATTN_OWN_ATTENTION)
-namespace {
-
-template <class T>
-struct ProductPeak {
-  static double run(DType, int64_t threads) { return product_peak<T>(threads); }
-};
-
-}  // namespace
-
-double own::product_peak(DType dtype, int64_t threads) {
-  return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
-}
-#endif
 
 }  // namespace fused_attn
 

@@ -212,22 +212,13 @@ class BwdQueryTiles {
   void load_rows(int64_t at, BwdQueryTile* query_tile) const {
     query_tile->alive = 0;
     GradientRows& rows = query_tile->rows;
-    const float infinity = __builtin_inff();
+    // Unless kFull, exponents have base 2: lse is stored in units of score * unit_.high.
+    const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
+    const double natural = scores_.units.natural * step;
     for (int64_t r = 0; r < kTileQueries; ++r) {
-      const float lse =
-          r < query_tile->count ? static_cast<const float*>(p_.lse)[at + r] : -infinity;
-      rows.lse[r] = infinity;  // so that P is 0
-      rows.lse_lost[r] = rows.grad_lse[r] = 0;
-      if (lse == -infinity) continue;
-      query_tile->alive |= uint32_t{1} << r;
-      const float residual = static_cast<const float*>(p_.lse_residual)[at + r];
-      // Unless kFull, exponents have base 2: lse is stored in units of score * unit_.high.
-      const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
-      const double natural = scores_.units.natural * step;
-      in_units(lse, residual, natural, &rows.lse[r], &rows.lse_lost[r]);
-      if (bwd_.grad_lse != nullptr) {
-        rows.grad_lse[r] = static_cast<const float*>(bwd_.grad_lse)[at + r];
-      }
+      const bool alive = load_lse(bwd_, r < query_tile->count, at + r, natural, &rows.lse[r],
+                                  &rows.lse_lost[r], &rows.grad_lse[r]);
+      query_tile->alive |= uint32_t{alive} << r;
     }
   }
 

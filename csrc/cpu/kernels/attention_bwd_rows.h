@@ -132,17 +132,12 @@ class AttentionBwdRows {
     for (int64_t r = 0; r < shape_.rows; ++r) {
       const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
       const int64_t at = lse_begin(p_, b, h) + i;
-      const A infinity = static_cast<A>(__builtin_inf());
-      const A lse = i < queries.count ? static_cast<const A*>(p_.lse)[at] : -infinity;
-      lse_[r] = infinity;  // so that P is 0
-      lse_lost_[r] = delta_[r] = grad_lse_[r] = 0;
-      if (lse == -infinity) {
+      delta_[r] = 0;
+      if (!load_lse(bwd_, i < queries.count, at, units_.natural, &lse_[r], &lse_lost_[r],
+                    &grad_lse_[r])) {
         all_alive_ = false;
         continue;
       }
-      in_units(lse, static_cast<const A*>(p_.lse_residual)[at], units_.natural, &lse_[r],
-               &lse_lost_[r]);
-      if (bwd_.grad_lse != nullptr) grad_lse_[r] = static_cast<const A*>(bwd_.grad_lse)[at];
       load_row(at_head<T>(p_.query, p_.query_strides, queries, h) + i * p_.query_strides[2],
                p_.head_dim, query_ + r * wide_);
       load_row(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h) +

@@ -65,17 +65,8 @@ class BwdTile {
     const int64_t first = query_tile * kRows, count = min64(kRows, queries.count - first);
     const int64_t head = lse_begin(p_, b, h) + first, at = slot * kRows;
     for (int64_t l = 0; l < kRows; ++l) {
-      const A infinity = static_cast<A>(__builtin_inf());
-      const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
-      alive_[l] = lse != -infinity;
-      lse_[at + l] = infinity;  // so that P is 0
-      lse_lost_[at + l] = grad_lse_[at + l] = 0;
-      if (!alive_[l]) continue;
-      in_units(lse, static_cast<const A*>(p_.lse_residual)[head + l], units_.natural, &lse_[at + l],
-               &lse_lost_[at + l]);
-      if (bwd_.grad_lse != nullptr) {
-        grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
-      }
+      alive_[l] = load_lse(bwd_, l < count, head + l, units_.natural, &lse_[at + l],
+                           &lse_lost_[at + l], &grad_lse_[at + l]);
     }
     stage(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
           p_.head_dim);

@@ -80,6 +80,43 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = residual;
 }
 
+// Writes the rounding residuals of rows [first, first + count) of out, if requested. These rows of
+// out must be stored already.
+//
+// rows: the unrounded rows, `stride` elements apart.
+template <class T>
+inline void write_out_residual(const AttentionParams& p, const SequenceRows& queries, int64_t h,
+                               int64_t first, int64_t count, const Acc<T>* rows, int64_t stride) {
+  if constexpr (sizeof(T) == 2) {
+    if (p.out_residual == nullptr) return;
+    const T* const out = at_head<T>(p.out, p.out_strides, queries, h);
+    const auto* const residuals =
+        at_head<int16_t>(p.out_residual, p.out_residual_strides, queries, h);
+    for (int64_t i = first; i < first + count; ++i, rows += stride) {
+      store_residual_row(rows, out + i * p.out_strides[2], p.head_dim_v,
+                         const_cast<int16_t*>(residuals) + i * p.out_residual_strides[2]);
+    }
+  }
+}
+
+// Loads lse in score units, its rounding residual (in_units) and dlse of the query row at index
+// `at`, for the backward. Returns false if the row is fully masked or does not exist. Its lse is
+// then +inf, so that P is 0.
+//
+// unit: factor from scores to the exponent of e.
+template <class A>
+inline bool load_lse(const AttentionBwdParams& bwd, bool exists, int64_t at, double unit, A* lse,
+                     A* lse_lost, A* grad_lse) {
+  *lse = static_cast<A>(__builtin_inf());
+  *lse_lost = *grad_lse = 0;
+  if (!exists) return false;
+  const A high = static_cast<const A*>(bwd.fwd.lse)[at];
+  if (high == -static_cast<A>(__builtin_inf())) return false;
+  in_units(high, static_cast<const A*>(bwd.fwd.lse_residual)[at], unit, lse, lse_lost);
+  if (bwd.grad_lse != nullptr) *grad_lse = static_cast<const A*>(bwd.grad_lse)[at];
+  return true;
+}
+
 // Returns the term that must be added to delta = rowsum(dO * O) because O is stored in 16 bits.
 // Without this term, the error of delta exceeds dS in rows with few visible keys or with nearly all
 // the weight on one key.

@@ -142,16 +142,8 @@ class AttentionDecode {
         // float64 uses a division, which is slower but saves one rounding.
         store(row + d, sizeof(A) == 8 ? load(row + d) / sum * scale : load(row + d) * factor);
       }
-      const ResultRows<T> out(p_, p_.out, p_.out_strides, queries, h);
-      out.store(i, row, p_.head_dim_v);
-      if constexpr (sizeof(T) == 2) {
-        if (p_.out_residual != nullptr) {
-          const int64_t* const strides = p_.out_residual_strides;
-          const int16_t* const residuals = at_head<int16_t>(p_.out_residual, strides, queries, h);
-          store_residual_row(row, out.at(i), p_.head_dim_v,
-                             const_cast<int16_t*>(residuals) + i * strides[2]);
-        }
-      }
+      ResultRows<T>(p_, p_.out, p_.out_strides, queries, h).store(i, row, p_.head_dim_v);
+      write_out_residual<T>(p_, queries, h, i, 1, row, 0);
       write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, part.maximum[r], part.sum[r]);
     }
   }

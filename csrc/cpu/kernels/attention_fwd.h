@@ -262,24 +262,11 @@ class AttentionFwd {
     }
     const ResultRows<T> out(p_, p_.out, p_.out_strides, queries_, h);
     write_query_tile<T>(query_tile.out, p_.head_dim_v, rows, rows_, out, i);
-    if constexpr (sizeof(T) == 2) {
-      if (p_.out_residual != nullptr) write_out_residual(h, i, rows, out.at(i));
-    }
+    // For 16-bit T, rows_ holds the unrounded rows.
+    write_out_residual<T>(p_, queries_, h, i, rows, rows_, p_.head_dim_v);
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
       write_lse(p_, units_.natural, at + l, query_tile.maximum[l], query_tile.sum[l]);
-    }
-  }
-
-  // Writes the rounding residuals of `rows` rows of out. Requires the unrounded rows in rows_,
-  // where write_query_tile() stores them.
-  void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
-    int16_t* const residuals = const_cast<int16_t*>(at_head<int16_t>(
-                                   p_.out_residual, p_.out_residual_strides, queries_, h)) +
-                               i * p_.out_residual_strides[2];
-    for (int64_t l = 0; l < rows; ++l) {
-      store_residual_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
-                         residuals + l * p_.out_residual_strides[2]);
     }
   }
 

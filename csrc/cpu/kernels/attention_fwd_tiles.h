@@ -416,17 +416,8 @@ class AttentionFwdTiles {
     for (int64_t r = 0; r < query_tile.count; ++r) {
       out.store(query_tile.first + r, rows_ + r * wide_v_, p_.head_dim_v);
     }
-    if constexpr (sizeof(T) == 2) {
-      if (p_.out_residual == nullptr) return;
-      int16_t* const residuals =
-          const_cast<int16_t*>(
-              at_head<int16_t>(p_.out_residual, p_.out_residual_strides, queries, query_tile.h)) +
-          query_tile.first * p_.out_residual_strides[2];
-      for (int64_t r = 0; r < query_tile.count; ++r) {
-        store_residual_row(rows_ + r * wide_v_, out.at(query_tile.first + r), p_.head_dim_v,
-                           residuals + r * p_.out_residual_strides[2]);
-      }
-    }
+    write_out_residual<T>(p_, queries, query_tile.h, query_tile.first, query_tile.count, rows_,
+                          wide_v_);
   }
 
   const AttentionParams& p_;

@@ -67,7 +67,6 @@ class NumberProduct {
     const A* data;
     int64_t stride;
     Right from_lane(int64_t l) const { return {data + l, stride}; }
-    Right from_step(int64_t t) const { return {data + t * stride, stride}; }
   };
   struct Registers {};  // vector registers need no setup
 
@@ -190,7 +189,6 @@ class PairProduct {
     const uint32_t* data;
     int64_t stride, part;
     Right from_lane(int64_t l) const { return {data + l, stride, part}; }
-    Right from_step(int64_t t) const { return {data + t / 2 * stride, stride, part}; }
   };
 #if defined(__AMX_BF16__)
   using Registers = TileRegisters;

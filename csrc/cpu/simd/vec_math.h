@@ -132,7 +132,6 @@ struct ExpUnit {
     low = static_cast<A>(whole - static_cast<Wide<A>>(high));
   }
   ExpUnit() = default;
-  ExpUnit(A high, A low) : natural(high * ExpConstants<A>::kLn2), high(high), low(low) {}
   A natural, high, low;
 };
 

@@ -175,7 +175,7 @@ attention_bwd_bias_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
 
 template <int kHeadDim>
 void run_attention_bwd_bias(const AttentionBwdParams& p, const GpuParams& gpu) {
-  for_element(p.fwd, [&](auto element) {
+  for_element(p.fwd.dtype, [&](auto element) {
     using T = decltype(element);
     using Tiles = ScoreTile<T, kHeadDim>;
     const int64_t owned = gpu.bias_sizes[0] * gpu.bias_sizes[1];

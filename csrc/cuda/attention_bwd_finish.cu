@@ -10,7 +10,7 @@ template <class T>
 FUSED_ATTN_KERNEL(kRowPassThreads, 8)
 attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
   const AttentionParams& p = args.params.fwd;
-  const OwnedTile own = owned_statistics(p);
+  const OwnedTile own = owned_queries(p, kStatisticsTile);
   if (own.count <= 0) return;
   const SequenceRows rows = query_rows(p, own.b);
   const int64_t lse_at = lse_begin(p, own.b, own.h) + own.begin;
@@ -29,7 +29,7 @@ attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
 }  // namespace
 
 void run_attention_bwd_finish(const AttentionBwdParams& p, const GpuParams& gpu) {
-  for_element(p.fwd, [&](auto element) {
+  for_element(p.fwd.dtype, [&](auto element) {
     if constexpr (sizeof(element) == 2) {  // dQ is accumulated atomically for 16-bit types only
       launch("attention_bwd_finish_kernel", attention_bwd_finish_kernel<decltype(element)>,
              statistics_blocks(p.fwd), kRowPassThreads, 0, AttentionBwdArgs{p, gpu},

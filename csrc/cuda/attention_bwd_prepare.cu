@@ -65,7 +65,7 @@ FUSED_ATTN_KERNEL(kRowPassThreads, 8)
 attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
   const AttentionParams& p = args.params.fwd;
   const Units<T, kGeneral> units(p);
-  const OwnedTile own = owned_statistics(p);
+  const OwnedTile own = owned_queries(p, kStatisticsTile);
   if (own.count <= 0) return;
   const SequenceRows rows = query_rows(p, own.b);
   const RowStatistics stats = row_statistics(p, args.gpu, own.b, own.h);

@@ -285,7 +285,7 @@ template <int kHeadDim>
 void run_attention_decode(const AttentionParams& p, const CacheParams& cache,
                           const GpuParams& gpu) {
   // Only the general case is compiled: loading keys dominates and hides its extra arithmetic.
-  for_element(p, [&](auto element) {
+  for_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     using Kernel = DecodeKernel<T, kHeadDim>;
     const DecodeArgs args{p, cache, gpu};

@@ -39,21 +39,12 @@ inline bool is_general(const AttentionParams& p) {
          p.head_dim_v > kMaxPlainHeadDim;
 }
 
-// Calls f(T()), with the element type T of query, key and value.
-template <class F>
-void for_element(const AttentionParams& p, F f) {
-  if (p.dtype == DType::kFloat32) return f(float());
-  if (p.dtype == DType::kFloat16) return f(Half());
-  if (p.dtype == DType::kBFloat16) return f(BFloat16());
-  throw LaunchError("no kernel is compiled for this dtype");
-}
-
 // Calls f(T(), general), where `general` is std::true_type in the general case and std::false_type
 // in the plain case. float32 always uses the general case, because the rounding error of
 // scale * log2(e) would be visible in its results.
 template <int kHeadDim, class F>
 void for_type(const AttentionParams& p, F f) {
-  for_element(p, [&](auto element) {
+  for_element(p.dtype, [&](auto element) {
     if constexpr (sizeof(element) == 2 && kHeadDim <= kMaxPlainHeadDim) {
       if (!is_general(p)) return f(element, std::false_type());
     }
@@ -154,8 +145,9 @@ FUSED_ATTN_DEVICE void store_result_rows(const AttentionParams& p, uint32_t tile
 
 // ---- tiles --------------------------------------------------------------------------------------
 
-// Returns the block's tile of up to `block` query rows. The last tiles of each head are scheduled
-// first, because under a causal mask they take longest.
+// Returns the block's tile of up to `block` query rows. Beyond the end of a packed
+// sequence, its count is 0 or negative. The last tiles of each head are scheduled first, because
+// under a causal mask they take longest.
 FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   const int64_t num_m = (p.seqlen_q + block - 1) / block;
   const int64_t m = num_m - 1 - block_id() % num_m, bh = block_id() / num_m;

@@ -76,7 +76,7 @@ attention_weights_kernel(FUSED_ATTN_ARGUMENT AttentionWeightsArgs args) {
 
 template <int kHeadDim>
 void run_attention_weights(const AttentionWeightsParams& p, const GpuParams& gpu) {
-  for_element(p.fwd, [&](auto element) {
+  for_element(p.fwd.dtype, [&](auto element) {
     using T = decltype(element);
     using Tiles = ScoreTile<T, kHeadDim>;
     const int64_t results = p.fwd.batch * (p.average ? 1 : p.fwd.num_heads);

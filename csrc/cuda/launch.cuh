@@ -30,4 +30,13 @@ void launch(const char* name, void (*kernel)(Args), int64_t blocks, int threads,
                     std::to_string(shared_size) + " bytes of shared memory: " + error);
 }
 
+// Calls f(T()), with the element type T of a dtype.
+template <class F>
+void for_element(DType dtype, F f) {
+  if (dtype == DType::kFloat32) return f(float());
+  if (dtype == DType::kFloat16) return f(Half());
+  if (dtype == DType::kBFloat16) return f(BFloat16());
+  throw LaunchError("no kernel is compiled for this dtype");
+}
+
 }  // namespace fused_attn

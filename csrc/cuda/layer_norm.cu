@@ -42,7 +42,7 @@ bool aligned(std::initializer_list<const void*> pointers) {
 template <class Run>
 void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout> read,
               const Run& run) {
-  const auto typed = [&](auto element) {
+  for_element(p.dtype, [&](auto element) {
     constexpr int kWidth = kChunkWidth<decltype(element)>;
     const bool fits = std::all_of(read.begin(), read.end(), [](const RowLayout& rows) {
       return rows.run_step % kWidth == 0 && rows.row_stride % kWidth == 0;
@@ -52,11 +52,7 @@ void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout
     } else {
       run(element, std::integral_constant<int, 1>());
     }
-  };
-  if (p.dtype == DType::kFloat32) return typed(float());
-  if (p.dtype == DType::kFloat16) return typed(Half());
-  if (p.dtype == DType::kBFloat16) return typed(BFloat16());
-  throw LaunchError("no kernel is compiled for this dtype");
+  });
 }
 
 NormDropout dropout_of(const NormParams& p, const GpuParams& gpu) {

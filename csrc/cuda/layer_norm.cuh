@@ -108,18 +108,12 @@ using Raw = std::conditional_t<kWidth == 1, T, Chunk>;
 template <class T>
 constexpr int kChunkWidth = 16 / static_cast<int>(sizeof(T));
 
-FUSED_ATTN_DEVICE float load_one(const float* address) { return load_global(address); }
-template <class T>
-FUSED_ATTN_DEVICE T load_one(const T* address) {
-  return {load_global(&address->bits)};
-}
-
 template <int kWidth, class T>
 FUSED_ATTN_DEVICE Raw<T, kWidth> load_raw(const T* address, bool valid) {
   Raw<T, kWidth> raw{};
   if (valid) {
     if constexpr (kWidth == 1) {
-      raw = load_one(address);
+      raw = load_global(address);
     } else {
       raw = load_chunk(address);
     }

@@ -38,12 +38,16 @@ struct SharedTile {
   }
 };
 
+struct AllRows {
+  FUSED_ATTN_DEVICE bool operator()(int) const { return true; }
+};
+
 // Starts the copies of kRows rows of a tensor to a tile. Rows outside [begin, end), rows for which
 // valid(row) is false, and elements from head_dim on are not read, and become 0 in the tile. The
 // caller commits the copies.
-template <class T, int kHeadDim, int kRows, int kThreads, class Valid>
+template <class T, int kHeadDim, int kRows, int kThreads, class Valid = AllRows>
 FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
-                                       int begin, int end, int head_dim, Valid valid) {
+                                       int begin, int end, int head_dim, Valid valid = {}) {
   using Tile = SharedTile<T, kHeadDim>;
   static_assert(kRows * Tile::kChunks % kThreads == 0, "threads must copy equally many chunks");
   const int thread = unhoisted(thread_id());
@@ -58,17 +62,6 @@ FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t r
     const int offset = row * static_cast<int>(row_stride) + chunk * Tile::kPerChunk;
     copy_async(Tile::at(tile, row, chunk), source + (read ? offset : 0), read);
   }
-}
-
-struct AllRows {
-  FUSED_ATTN_DEVICE bool operator()(int) const { return true; }
-};
-
-template <class T, int kHeadDim, int kRows, int kThreads>
-FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
-                                       int begin, int end, int head_dim) {
-  load_rows_async<T, kHeadDim, kRows, kThreads>(tile, source, row_stride, begin, end, head_dim,
-                                                AllRows());
 }
 
 // Returns two floats converted to T, as a pair of adjacent elements.

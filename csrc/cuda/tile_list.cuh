@@ -26,10 +26,13 @@ FUSED_ATTN_DEVICE bool has_listed_masks(const MaskParams& mask) {
          mask.dense.data != nullptr || mask.bias.data != nullptr;
 }
 
-// Returns the smallest and largest document id of positions [begin, end), of one sequence's ranges.
-// Ranges cover kIdRangeTile positions each, so the result may include positions next to the
-// interval.
-FUSED_ATTN_DEVICE IdRange id_range(const int32_t* ranges, int64_t begin, int64_t end) {
+// Returns the smallest and largest document id of positions [begin, end) of sequence b. Each range
+// covers kIdRangeTile positions, so the result may include positions next to the interval. stride:
+// batch stride of the ids; if 0, all sequences share the ranges.
+FUSED_ATTN_DEVICE IdRange id_range_of(const int32_t* ranges, int64_t stride, int64_t seqlen,
+                                      int64_t b, int64_t begin, int64_t end) {
+  const int64_t count = (seqlen + kIdRangeTile - 1) / kIdRangeTile;
+  ranges += stride == 0 ? 0 : b * count * 2;
   IdRange all{INT32_MAX, INT32_MIN};
   FUSED_ATTN_ROLLED
   for (int64_t i = begin / kIdRangeTile; i * kIdRangeTile < end; ++i) {
@@ -37,14 +40,6 @@ FUSED_ATTN_DEVICE IdRange id_range(const int32_t* ranges, int64_t begin, int64_t
     all.max = max64(all.max, ranges[2 * i + 1]);
   }
   return all;
-}
-
-// Like id_range, for sequence b of all ranges. stride: batch stride of the ids; if 0, all sequences
-// share the ranges.
-FUSED_ATTN_DEVICE IdRange id_range_of(const int32_t* ranges, int64_t stride, int64_t seqlen,
-                                      int64_t b, int64_t begin, int64_t end) {
-  const int64_t count = (seqlen + kIdRangeTile - 1) / kIdRangeTile;
-  return id_range(ranges + (stride == 0 ? 0 : b * count * 2), begin, end);
 }
 
 // Classifies the tile of queries [i_begin, i_end) and keys [j_begin, j_end) as skipped, partial or

@@ -31,17 +31,7 @@ void run_tile_summary(const SummaryParams& params, const GpuParams& gpu) {
   const int64_t columns = (params.sizes[3] + kSummaryTileN - 1) / kSummaryTileN;
   const TileSummaryArgs args{params, params.sizes[0] * params.sizes[1] * rows * columns};
   if (params.is_bool) return summarize<Flag>(args, gpu);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return summarize<float>(args, gpu);
-    case DType::kFloat16:
-      return summarize<Half>(args, gpu);
-    case DType::kBFloat16:
-      return summarize<BFloat16>(args, gpu);
-    case DType::kFloat64:
-      break;
-  }
-  throw std::invalid_argument("tile_summary does not support float64 on CUDA");
+  for_element(params.dtype, [&](auto element) { summarize<decltype(element)>(args, gpu); });
 }
 
 void run_id_ranges(const AttentionParams& params, const GpuParams& gpu) {

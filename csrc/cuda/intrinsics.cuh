@@ -54,11 +54,6 @@ FUSED_ATTN_DEVICE int64_t num_blocks() { return gridDim.x; }
 
 FUSED_ATTN_DEVICE void sync_block() { __syncthreads(); }
 FUSED_ATTN_DEVICE void sync_warp() { __syncwarp(); }
-// Waits at named barrier `id` (1 to 15) until `threads` threads of the block have arrived. threads:
-// a multiple of 32.
-FUSED_ATTN_DEVICE void sync_named(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // The following three functions must be called by all lanes of the warp.
 template <class T>
@@ -101,10 +96,6 @@ FUSED_ATTN_DEVICE void store_shared(uint32_t address, V value) {
 // Returns the address of the block's shared memory in the shared state space of PTX.
 FUSED_ATTN_DEVICE uint32_t shared_window() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
-}
-// Adds `value` to an int32 in shared memory atomically, and returns the previous value.
-FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value) {
-  return atomicAdd(reinterpret_cast<int*>(shared_bytes + address), value);
 }
 
 // Loads from global memory that no thread writes while the kernel runs. V as in load_shared.

@@ -97,33 +97,28 @@ FUSED_ATTN_KERNEL(32, 1) matmul_tf32(FUSED_ATTN_ARGUMENT CheckArgs args) {
   for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
 }
 
-// Stores the results of shuffles, a ballot and an atomic sum over the block, 4 per thread, and adds
-// to a global sum atomically.
+// Stores the results of two shuffles and a ballot, 3 per thread, and atomically adds to a global
+// sum.
 FUSED_ATTN_KERNEL(1024, 1) collectives(FUSED_ATTN_ARGUMENT CheckArgs args) {
   const int thread = thread_id(), lane = lane_id();
-  int* out = static_cast<int*>(args.pointers[0]) + (block_id() * args.sizes[0] + thread) * 4;
-  if (thread == 0) store_shared<int>(0, 0);
-  sync_block();
+  int* out = static_cast<int*>(args.pointers[0]) + (block_id() * args.sizes[0] + thread) * 3;
   out[0] = shuffle(thread, 31 - lane);
   out[1] = static_cast<int>(shuffle_xor(double(thread), 5));
   out[2] = static_cast<int>(ballot(thread % 3 == 0));
-  atomic_add_shared(0, thread);
   atomic_add(static_cast<float*>(args.pointers[1]), Pair{1.0f, 0.0f});
-  sync_block();
-  out[3] = load_shared<int>(0);
 }
 
-// Two pairs of warps exchange values through shared memory. Each pair uses separate named barriers.
-// The mistakes are in synchronization and in the use of shared memory.
+// Two pairs of warps exchange values through shared memory. The mistakes are in synchronization and
+// in the use of shared memory.
 FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
-  const int thread = thread_id(), pair = warp_id() / 2, lane = lane_id();
-  const int partner = thread ^ kWarp;
+  const int thread = thread_id(), partner = thread ^ kWarp;
   int sum = 0;
   for (int round = 0; round < 10; ++round) {
     store_shared<int>(thread * 4, thread + round);
-    if (!args.makes("no sync_named")) sync_named(1 + pair, 64);
-    sum += load_shared<int>((args.makes("other pair") ? thread ^ 64 : partner) * 4);
-    if (!args.makes("early store")) sync_named(args.makes("one barrier") ? 1 : 3 + pair, 64);
+    if (args.makes("ended warp") && warp_id() == 2) return;
+    if (!args.makes("no sync_block")) sync_block();
+    sum += load_shared<int>(partner * 4);
+    if (!args.makes("early store")) sync_block();
   }
   static_cast<int*>(args.pointers[0])[thread] = sum;
   sync_block();
@@ -141,11 +136,8 @@ FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   if (args.makes("misaligned source"))
     copy_async(0, static_cast<char*>(args.pointers[0]) + 8, true);
   if (args.makes("misaligned chunk")) load_chunk(static_cast<char*>(args.pointers[0]) + 4);
-  if (args.makes("diverged") && lane < 20) ballot(true);
+  if (args.makes("diverged") && lane_id() < 20) ballot(true);
   if (args.makes("ended") && thread == 45) return;
-  if (args.makes("deadlock") && warp_id() != 2) sync_named(5, 128);
-  if (args.makes("deadlock")) sync_block();
-  if (args.makes("lanes apart")) sync_named(1 + lane / 16, 64);
   sync_warp();  // the end
 }
 

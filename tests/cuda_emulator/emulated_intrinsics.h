@@ -28,18 +28,9 @@ FUSED_ATTN_DEVICE int warp_id() { return emulator::machine->warp->id; }
 FUSED_ATTN_DEVICE int64_t block_id() { return emulator::machine->block; }
 FUSED_ATTN_DEVICE int64_t num_blocks() { return emulator::machine->num_blocks; }
 
-FUSED_ATTN_MEETS void sync_block(FUSED_ATTN_SITE) {
-  emulator::machine->wait_at_barrier({0, 0}, {line, file});
-}
+FUSED_ATTN_MEETS void sync_block(FUSED_ATTN_SITE) { emulator::machine->sync_block({line, file}); }
 FUSED_ATTN_MEETS void sync_warp(FUSED_ATTN_SITE) {
   emulator::machine->meet(emulator::Meeting::kWarp, nullptr, {line, file}, [](void* const*) {});
-}
-FUSED_ATTN_MEETS void sync_named(int id, int threads, FUSED_ATTN_SITE) {
-  emulator::Machine& m = *emulator::machine;
-  if (id < 1 || id > 15 || threads < 32 || threads % 32 != 0) {
-    m.fail(m.thread(), {line, file}, "there is no barrier %d for %d threads", id, threads);
-  }
-  m.wait_at_barrier({id, threads}, {line, file});
 }
 
 template <class T>
@@ -92,20 +83,10 @@ template <class V>
 FUSED_ATTN_DEVICE void store_shared(uint32_t address, V value, FUSED_ATTN_SITE) {
   emulator::Machine& m = *emulator::machine;
   m.check_address<sizeof(V)>(address, m.thread(), {line, file});
-  m.note_write<sizeof(V)>(address, false, {line, file});
+  m.note_write<sizeof(V)>(address, {line, file});
   std::memcpy(m.shared + address, &value, sizeof(V));
 }
 FUSED_ATTN_DEVICE uint32_t shared_window() { return 0; }
-FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value, FUSED_ATTN_SITE) {
-  emulator::Machine& m = *emulator::machine;
-  m.check_address<4>(address, m.thread(), {line, file});
-  m.note_write<4>(address, true, {line, file});
-  int before;
-  std::memcpy(&before, m.shared + address, 4);
-  const int after = static_cast<int>(static_cast<uint32_t>(before) + static_cast<uint32_t>(value));
-  std::memcpy(m.shared + address, &after, 4);
-  return before;
-}
 
 namespace emulator {
 // Fails the launch if a global address is null or not a multiple of kSize.

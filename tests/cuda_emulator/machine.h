@@ -35,7 +35,7 @@ inline const char* base_name(const char* file) {
 }
 
 // Kinds of warp-collective operations. All lanes of a warp must execute the same one together.
-enum class Meeting { kBarrier, kWarp, kShuffle, kBallot, kLoadMatrices, kMma };
+enum class Meeting { kBlock, kWarp, kShuffle, kBallot, kLoadMatrices, kMma };
 
 // An asynchronous copy of 16 bytes to shared memory.
 struct Copy {
@@ -61,16 +61,6 @@ struct Warp {
   int arrived, ended;  // lanes that have reached the collective; lanes whose thread has ended
   int lane;            // the running lane or, while the warp is suspended, the lane to resume
   int id;
-};
-
-// Operand of a lane at a barrier.
-struct BarrierOperand {
-  int id, threads;  // threads: number of threads to wait for; 0: all that have not ended
-};
-
-struct Barrier {
-  uint32_t waiting;  // one bit per warp
-  int threads;       // number of threads to wait for; 0: all that have not ended
 };
 
 // A kernel and its arguments, type-erased. run(kernel, arguments) calls the kernel.
@@ -132,9 +122,9 @@ class Machine {
       yield();
     }
   }
-  void wait_at_barrier(BarrierOperand barrier, Site site) {
-    meet(Meeting::kBarrier, &barrier, site,
-         [this](void* const* operands) { wait_for_warps(operands); });
+  // Suspends the calling warp until all warps that have not ended have called this function.
+  void sync_block(Site site) {
+    meet(Meeting::kBlock, nullptr, site, [this](void* const*) { wait_for_warps(); });
   }
 
   // Fails the launch if an access of kSize bytes to shared memory is misaligned or out of bounds.
@@ -158,16 +148,16 @@ class Machine {
     shadow.read<kSize>(address, me, site.line);
   }
   template <int kSize>
-  void note_write(uint32_t address, bool atomic, Site site) {
+  void note_write(uint32_t address, Site site) {
     if (!race_check) return;
-    check_write<kSize>(address, atomic, site);
-    shadow.write<kSize>(address, access(), atomic, site.line);
+    check_write<kSize>(address, site);
+    shadow.write<kSize>(address, access(), site.line);
   }
 
   // Starts a copy, which completes at a random time: either now or when it is waited for.
   void start_copy(uint32_t address, const void* source, Site site) {
     if (race_check) {
-      check_write<16>(address, false, site);
+      check_write<16>(address, site);
       shadow.start_copy(address, access(), site.line);
     }
     Copies& mine = copies();
@@ -181,7 +171,7 @@ class Machine {
       Copy& copy = mine.copies[mine.begin];
       if (copy.group >= mine.group - pending) return;
       complete(copy);
-      if (race_check) shadow.write<16>(copy.address, access(), false, copy.site.line);
+      if (race_check) shadow.write<16>(copy.address, access(), copy.site.line);
     }
     mine.copies.clear();
     mine.begin = 0;
@@ -204,10 +194,10 @@ class Machine {
 
  private:
   template <int kSize>
-  void check_write(uint32_t address, bool atomic, Site site) {
+  void check_write(uint32_t address, Site site) {
     Access by;
     int line;
-    const char* race = shadow.write_race<kSize>(address, access(), atomic, &by, &line);
+    const char* race = shadow.write_race<kSize>(address, access(), &by, &line);
     if (race != nullptr) fail_race(race, address, thread(), by, line, site);
   }
   void append(int size, const char* format, ...) {
@@ -234,19 +224,18 @@ class Machine {
       std::memcpy(shared + copy.address, copy.source, 16);
     }
   }
-  void wait_for_warps(void* const* operands);
-  void release_if_complete(Barrier& barrier);
+  void wait_for_warps();
+  void release_if_complete();
   void yield();
   static void run_fiber();
   [[noreturn]] void end_fiber();
-  [[noreturn]] void fail_deadlock();
   void run_block(int warps);
 
   Warp warps_[kMaxWarps];
   Copies copies_[kMaxWarps * 32];
-  Barrier barriers_[16];
-  uint32_t ready_ = 0, alive_ = 0;  // one bit per warp: can run; has not ended
-  int until_yield_ = 1;             // collectives until the next yield()
+  // One bit per warp: has not ended; waits at sync_block; can run.
+  uint32_t alive_ = 0, waiting_ = 0, ready_ = 0;
+  int until_yield_ = 1;  // collectives until the next yield()
   uint64_t random_ = 1;
   int generation_ = -1;  // generation of the settings that seeded random_
   Stacks stacks_;

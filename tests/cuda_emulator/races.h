@@ -1,11 +1,10 @@
 // Race detection in shared memory: records the last write and the last reads of each byte, and
 // checks that a barrier separates conflicting accesses.
 //
-// This is a vector clock algorithm. Each meeting (warp-collective operation) gets a new number, and
-// an access is stamped with the number of its warp's last meeting. An access happens before
-// everything that its warp does after the warp's next meeting. It happens before the accesses of
-// another warp once a chain of barriers connects the two warps. Each warp's clock stores, for every
-// other warp, the number up to which the accesses of that warp happened before.
+// Each meeting (warp-collective operation) gets a new number, and an access is stamped with the
+// number of its warp's last meeting. An access happens before everything that its warp does after
+// the warp's next meeting, and before everything that other warps do after the warp's next
+// sync_block. The accesses of a warp between its last sync_block and its end are never ordered.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +14,6 @@
 namespace fused_attn::emulator {
 
 constexpr int kMaxWarps = 32;
-
-struct WarpClock {
-  int32_t now = 0;               // number of the last meeting
-  int32_t past[kMaxWarps] = {};  // per warp: number up to which its accesses happened before
-  int32_t everyone = 0;          // minimum of `past` over the other warps
-};
 
 struct Access {
   int32_t warp, lane;  // lane: Shadow::kSeveral if more than one lane
@@ -33,7 +26,6 @@ class Shadow {
   static constexpr int kLanes = 64, kSeveral = 32;
   static constexpr int32_t kUnderWay = INT32_MAX;  // stamp of bytes that a pending copy writes
   static constexpr int32_t kMeetings = INT32_MAX / kLanes - 4096;  // keeps stamps within int32
-  WarpClock clocks[kMaxWarps];
 
   // Starts a new block with `size` bytes of shared memory. All earlier accesses happened before it.
   void start(int size, int warps) {
@@ -49,12 +41,9 @@ class Shadow {
       read_.resize(reads);
       readers_.resize(reads);
     }
-    const int32_t before = meetings_++;
-    for (int warp = 0; warp < warps; ++warp) {
-      clocks[warp].now = meetings_;
-      std::fill_n(clocks[warp].past, kMaxWarps, before);
-      clocks[warp].everyone = before;
-    }
+    everyone_ = meetings_++;
+    std::fill_n(past_, kMaxWarps, everyone_);
+    std::fill_n(now_, kMaxWarps, meetings_);
   }
   // Clears all recorded accesses.
   void forget() {
@@ -66,36 +55,27 @@ class Shadow {
   // Returns true if the numbers of meetings are about to overflow.
   bool full() const { return meetings_ > kMeetings; }
   // Records a meeting of a warp.
-  void meet(int warp) { clocks[warp].now = ++meetings_; }
-  // Records a barrier of the warps in a bit mask.
-  void join(uint32_t warps) {
-    int32_t past[kMaxWarps];
-    for (int other = 0; other < warps_; ++other) {
-      past[other] = 0;
-      for (int warp = 0; warp < warps_; ++warp) {
-        if (warps >> warp & 1) past[other] = std::max(past[other], clocks[warp].past[other]);
-      }
-      if (warps >> other & 1) past[other] = meetings_;
-    }
-    ++meetings_;
+  void meet(int warp) { now_[warp] = ++meetings_; }
+  // Records a sync_block of the warps in a bit mask, which are all that have not ended.
+  void sync_block(uint32_t warps) {
+    const int32_t before = meetings_++;
+    everyone_ = before;
     for (int warp = 0; warp < warps_; ++warp) {
-      if (!(warps >> warp & 1)) continue;
-      clocks[warp].now = meetings_;
-      clocks[warp].everyone = meetings_;
-      for (int other = 0; other < warps_; ++other) {
-        clocks[warp].past[other] = past[other];
-        if (other != warp) clocks[warp].everyone = std::min(clocks[warp].everyone, past[other]);
+      if (warps >> warp & 1) {
+        past_[warp] = before;
+        now_[warp] = meetings_;
       }
+      everyone_ = std::min(everyone_, past_[warp]);
     }
   }
 
   // Return a description of the race between an access of kSize bytes and an earlier access, or
   // null if there is none. by, line: receive the thread and the source line of the earlier access.
   template <int kSize>
-  const char* write_race(uint32_t address, Access me, bool atomic, Access* by, int* line) const {
-    const int32_t limit = clocks[me.warp].everyone * kLanes + kLanes - 1;
+  const char* write_race(uint32_t address, Access me, Access* by, int* line) const {
+    const int32_t limit = everyone_ * kLanes + kLanes - 1;
     if (any_above<kSize>(&written_[address], limit)) {
-      const char* race = find_writer<kSize>(address, me, atomic, by, line);
+      const char* race = find_writer<kSize>(address, me, by, line);
       if (race != nullptr) return race;
     }
     for (int warp = 0; warp < warps_; ++warp) {
@@ -112,16 +92,16 @@ class Shadow {
   }
   template <int kSize>
   const char* read_race(uint32_t address, Access me, Access* by, int* line) const {
-    const int32_t limit = clocks[me.warp].everyone * kLanes + kLanes - 1;
+    const int32_t limit = everyone_ * kLanes + kLanes - 1;
     if (!any_above<kSize>(&written_[address], limit)) return nullptr;
-    return find_writer<kSize>(address, me, false, by, line);
+    return find_writer<kSize>(address, me, by, line);
   }
 
   // Record an access of kSize bytes, or the start of a copy.
   template <int kSize>
-  void write(uint32_t address, Access me, bool atomic, int line) {
+  void write(uint32_t address, Access me, int line) {
     fill<kSize>(&written_[address], stamp(me));
-    fill<kSize>(&writers_[address], line * 64 + atomic * kMaxWarps + me.warp);
+    fill<kSize>(&writers_[address], line * kMaxWarps + me.warp);
   }
   template <int kSize>
   void read(uint32_t address, Access me, int line) {
@@ -138,15 +118,15 @@ class Shadow {
   }
   void start_copy(uint32_t address, Access me, int line) {
     fill<16>(&written_[address], kUnderWay);
-    fill<16>(&writers_[address], line * 64 + me.warp);
+    fill<16>(&writers_[address], line * kMaxWarps + me.warp);
   }
 
  private:
-  int32_t stamp(Access access) const { return clocks[access.warp].now * kLanes + access.lane; }
+  int32_t stamp(Access access) const { return now_[access.warp] * kLanes + access.lane; }
   // Returns true if the access with `stamp` by a warp happened before the current access of `me`.
   bool in_past(int32_t stamp, int warp, Access me) const {
-    if (warp != me.warp) return stamp / kLanes <= clocks[me.warp].past[warp];
-    return stamp / kLanes < clocks[warp].now || stamp % kLanes == me.lane;
+    if (warp != me.warp) return stamp / kLanes <= past_[warp];
+    return stamp / kLanes < now_[warp] || stamp % kLanes == me.lane;
   }
   typedef int32_t Stamps __attribute__((vector_size(16), aligned(4), may_alias));
   template <int kSize>
@@ -168,18 +148,17 @@ class Shadow {
     }
   }
   template <int kSize>
-  const char* find_writer(uint32_t address, Access me, bool atomic, Access* by, int* line) const {
+  const char* find_writer(uint32_t address, Access me, Access* by, int* line) const {
     for (int i = 0; i < kSize; ++i) {
       const int32_t stamp = written_[address + i];
       const int warp = writers_[address + i] % kMaxWarps;
-      const bool both_atomic = atomic && writers_[address + i] / kMaxWarps % 2 != 0;
       *by = {warp, stamp % kLanes};
-      *line = writers_[address + i] / 64;
+      *line = writers_[address + i] / kMaxWarps;
       if (stamp == kUnderWay) {
         by->lane = kSeveral;
         return "touches what a copy that was not waited for writes";
       }
-      if (both_atomic || in_past(stamp, warp, me)) continue;
+      if (in_past(stamp, warp, me)) continue;
       return "touches what was written without a barrier in between";
     }
     return nullptr;
@@ -187,8 +166,11 @@ class Shadow {
 
   int size_ = 0, warps_ = 0;
   int32_t meetings_ = 0;
-  // Per byte: stamp of the last write; its line, atomicity and warp; stamp and line of the last
-  // read by each warp.
+  // Per warp: number of its last meeting; number up to which accesses happened before later ones
+  // by other warps. everyone_: minimum of past_ over the warps of the block.
+  int32_t now_[kMaxWarps], past_[kMaxWarps], everyone_ = 0;
+  // Per byte: stamp of the last write; its line and warp; stamp and line of the last read by each
+  // warp.
   std::vector<int32_t> written_, writers_, read_, readers_;
 };
 

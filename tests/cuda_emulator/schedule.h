@@ -2,7 +2,6 @@
 // error ends the launch early.
 #pragma once
 
-#include <algorithm>
 #include <memory>
 
 #include "machine.h"
@@ -10,8 +9,8 @@
 namespace fused_attn::emulator {
 
 inline const char* name_of(Meeting meeting) {
-  constexpr const char* kNames[] = {"a barrier", "sync_warp",     "a shuffle",
-                                    "a ballot",  "load_matrices", "an mma"};
+  constexpr const char* kNames[] = {"sync_block", "sync_warp",     "a shuffle",
+                                    "a ballot",   "load_matrices", "an mma"};
   return kNames[static_cast<int>(meeting)];
 }
 
@@ -40,63 +39,30 @@ inline void Machine::fail_race(const char* race, uint32_t address, int thread, A
        line);
 }
 
-inline void Machine::wait_for_warps(void* const* operands) {
-  const BarrierOperand mine = *static_cast<const BarrierOperand*>(operands[0]);
-  for (int lane = 1; lane < 32; ++lane) {
-    const BarrierOperand& other = *static_cast<const BarrierOperand*>(operands[lane]);
-    if (other.id != mine.id || other.threads != mine.threads) {
-      fail(thread(), warp->site, "the lanes of a warp are at different barriers");
-    }
-  }
-  Barrier& barrier = barriers_[mine.id];
-  if (barrier.waiting != 0 && barrier.threads != mine.threads) {
-    fail(thread(), warp->site, "%d threads wait at barrier %d, but others for %d", mine.threads,
-         mine.id, barrier.threads);
-  }
-  barrier.threads = mine.threads;
-  barrier.waiting |= 1u << warp->id;
-  ready_ &= ~barrier.waiting;
-  release_if_complete(barrier);
+inline void Machine::wait_for_warps() {
+  waiting_ |= 1u << warp->id;
+  ready_ &= ~waiting_;
+  release_if_complete();
   yield();
 }
 
-inline void Machine::release_if_complete(Barrier& barrier) {
-  const int waiting = __builtin_popcount(barrier.waiting) * 32;
-  const int threads = barrier.threads != 0 ? barrier.threads : __builtin_popcount(alive_) * 32;
-  if (waiting == 0 || waiting < threads) return;
-  shadow.join(barrier.waiting);
-  ready_ |= barrier.waiting;
-  barrier.waiting = 0;
+// Completes sync_block if all warps that have not ended wait for it.
+inline void Machine::release_if_complete() {
+  if (waiting_ == 0 || waiting_ != alive_) return;
+  shadow.sync_block(waiting_);
+  ready_ = waiting_;
+  waiting_ = 0;
 }
 
 // Switches to a randomly chosen warp that can run, which may be the current one.
 inline void Machine::yield() {
   if (race_check && shadow.full()) fail(thread(), warp->site, "too many meetings in one block");
-  if (ready_ == 0) {
-    if (alive_ == 0) leave();
-    fail_deadlock();
-  }
+  if (ready_ == 0) leave();  // all warps have ended: they cannot all wait at sync_block
   uint32_t candidates = ready_;
   for (int i = random() % __builtin_popcount(ready_); i > 0; --i) candidates &= candidates - 1;
   Warp& from = *warp;
   warp = &warps_[__builtin_ctz(candidates)];
   if (warp != &from) switch_context(from.contexts[from.lane], warp->contexts[warp->lane]);
-}
-
-inline void Machine::fail_deadlock() {
-  char where[3072] = "";  // not a std::string: destructors do not run in an abandoned fiber
-  int size = 0;
-  for (int id = 0; id < 16; ++id) {
-    for (int w = 0; w < kMaxWarps; ++w) {
-      if (!(barriers_[id].waiting >> w & 1)) continue;
-      const Site site = warps_[w].site;
-      size += std::snprintf(where + size, sizeof(where) - size, "; warp %d at barrier %d, %s:%d", w,
-                            id, base_name(site.file), site.line);
-      size = std::min<int>(size, sizeof(where) - 1);
-    }
-  }
-  for (warp = warps_; !(alive_ >> warp->id & 1);) ++warp;
-  fail(thread(), warp->site, "deadlock: no warp can go on%s", where);
 }
 
 inline void Machine::run_fiber() {
@@ -118,14 +84,13 @@ inline void Machine::end_fiber() {
   }
   ready_ &= ~(1u << warp->id);
   alive_ &= ~(1u << warp->id);
-  if (barriers_[0].waiting != 0) release_if_complete(barriers_[0]);
+  release_if_complete();
   yield();
   __builtin_unreachable();
 }
 
 inline void Machine::run_block(int warps) {
   std::memset(shared, 0xff, shared_size);  // NaN in every floating-point type
-  std::memset(barriers_, 0, sizeof(barriers_));
   shadow.start(shared_size, warps);
   for (int id = 0; id < warps; ++id) {
     Warp& w = warps_[id];
@@ -138,6 +103,7 @@ inline void Machine::run_block(int warps) {
       copies_[id * 32 + lane].begin = copies_[id * 32 + lane].group = 0;
     }
   }
+  waiting_ = 0;
   ready_ = alive_ = warps == kMaxWarps ? ~0u : (1u << warps) - 1;
   until_yield_ = 1 + random() % 64;
   warp = &warps_[random() % warps];

@@ -152,6 +152,16 @@ std::vector<int32_t> read_pages(const TensorView& table, int64_t num_pages,
   return pages;
 }
 
+// Returns true if the memory between the first and the last elements of two tensors overlaps.
+bool may_overlap(const TensorView& a, const TensorView& b) {
+  const auto end = [](const TensorView& view) {
+    int64_t last = 0;
+    for (int i = 0; i < view.ndim; ++i) last += (view.shape[i] - 1) * view.strides[i];
+    return static_cast<char*>(view.data) + (last + 1) * (view.bits / 8);
+  };
+  return a.numel() > 0 && b.numel() > 0 && a.data < end(b) && b.data < end(a);
+}
+
 // New rows of a KV cache, (batch, num_heads_kv, count, dim): the last rows of each sequence.
 struct NewRows {
   TensorView rows;
@@ -162,6 +172,7 @@ struct NewRows {
     const int64_t batch = static_cast<int64_t>(ends.size()), *const of = cache->shape;
     return rows.ndim == 4 && rows.dtype() == cache->dtype() && rows.shape[0] == batch &&
            rows.shape[1] == of[1] && rows.shape[3] == of[3] && contiguous_from(rows, 3) &&
+           !may_overlap(rows, *cache) &&
            std::all_of(ends.begin(), ends.end(), [&](int64_t n) { return n >= rows.shape[2]; });
   }
 
@@ -188,18 +199,18 @@ struct NewRows {
 };
 
 // Writes new keys and values, unless they are None, to the ends of the sequences of a KV cache,
-// which then have ends[b] rows. Runs the forward and returns (out, lse). key and value of the call
-// are the caches, or the pages if there is a block table; its mask is for seqlen_k keys. Returns
-// None to reject the call, without having written anything.
+// which then have ends[b] rows. Runs the forward and returns (out, lse), as attention_fwd. key and
+// value of the call are the caches, or the pages if there is a block table; its mask is for
+// seqlen_k keys. Returns None to reject the call, without having written anything.
 py::object attention_decode(const py::handle& call, const py::handle& block_table, int64_t seqlen_k,
-                            const py::list& end_of_each, const py::handle& new_key,
-                            const py::handle& new_value, int64_t num_threads) {
+                            const py::tuple& end_of_each, const py::handle& new_key,
+                            const py::handle& new_value, bool want_lse, int64_t num_threads) {
   AttentionReader reader;
   AttentionParams p{};
   const bool paged = !block_table.is_none();
   check_within(seqlen_k, "seqlen_k", 0, kUnlimited - 1);
-  if (!reader.read(call, false, num_threads, &p, {seqlen_k, paged}) || reader.three_dims ||
-      !p.decoding) {
+  if (!reader.read(call, false, num_threads, &p, {seqlen_k, paged}) || !p.decoding ||
+      p.cu_seqlens_q != nullptr) {
     return py::none();
   }
   std::vector<int64_t> ends;
@@ -229,7 +240,7 @@ py::object attention_decode(const py::handle& call, const py::handle& block_tabl
   for (const NewRows& rows : added) {
     if (rows.rows.is_present) rows.write(ends, p);
   }
-  const py::tuple results = run_forward(reader, false, true, p);
+  const py::tuple results = run_forward(reader, false, want_lse, p);
   return py::make_tuple(results[0], results[1]);
 }
 

@@ -33,9 +33,10 @@ def attention_decode(
     call: AttentionCall,
     block_table: Tensor | None,
     seqlen_k: int,
-    ends: list[int],
+    ends: tuple[int, ...],
     new_key: Tensor | None,
     new_value: Tensor | None,
+    want_lse: bool,
     num_threads: int,
     /,
 ) -> Any: ...

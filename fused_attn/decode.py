@@ -219,14 +219,16 @@ class _Step(NamedTuple):
 
     Attributes:
         call: its key and value are the caches, and its mask is for update.capacity keys.
-        update: the new keys and values; `plain` if also the tensors of the mask are plain.
+        update: the new keys and values.
         unmasked: there is no attn_mask.
+        plain: `update.plain`, and the tensors of the mask are plain, too.
     """
 
     call: AttentionCall
     backend: Backend
     update: CacheUpdate
     unmasked: bool
+    plain: bool
 
 
 def _unchecked_step(
@@ -252,7 +254,7 @@ def _unchecked_step(
     if backend is None or backend.wraps_torch:
         return None
     update = update._replace(capacity=update.ends[1])
-    return _Step(call.assume_checked(), backend, update, True)
+    return _Step(call.assume_checked(), backend, update, True, True)
 
 
 def _checked_step(
@@ -274,17 +276,18 @@ def _checked_step(
     call = attention_call(query, *update.caches, spec, options)
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
     plain = update.plain and plain_eager(update.lengths, *mask.tensors())
-    return _Step(call, chosen, update._replace(plain=plain), attn_mask is None)
+    return _Step(call, chosen, update, attn_mask is None, plain)
 
 
 def _attend(step: _Step, is_causal: bool, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Append new keys and values, and return out and lse."""
-    call, backend, update, unmasked = step
+    call, backend, update, unmasked, plain = step
+    written = update.caches if update.seqlen_new > 0 else ()
     empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
-    if update.plain and not empty:
-        results = backend.attention_decode(call, update)
+    if plain and not empty and not any(_is_refused(cache) for cache in written):
+        results = backend.attention_decode(call, update, want_lse)
         if results is not None:
-            for cache in update.caches if update.seqlen_new > 0 else ():
+            for cache in written:
                 if not cache.is_inference():
                     increment_version(cache)
             return results
@@ -294,6 +297,11 @@ def _attend(step: _Step, is_causal: bool, want_lse: bool) -> tuple[Tensor, Tenso
     if backend.wraps_torch:
         call = _for_torch(call, update, unmasked, is_causal)
     return dispatch.run_attention(call, backend, want_lse)
+
+
+def _is_refused(cache: Tensor) -> bool:
+    """Return True if torch refuses to write to a cache: an inference tensor outside of its mode."""
+    return cache.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _for_torch(

@@ -187,8 +187,8 @@ class Backend:
         raise NotImplementedError
 
     def attention_decode(
-        self, call: AttentionCall, update: CacheUpdate
-    ) -> tuple[Tensor, Tensor] | None:
+        self, call: AttentionCall, update: CacheUpdate, want_lse: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Append new keys and values to a KV cache, and attend to the cache.
 
         Args:
@@ -196,9 +196,11 @@ class Backend:
                 num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
                 sequence. No tensor is empty.
             update: the cache, and the keys and values to append.
+            want_lse: lse is requested, as in `attention_fwd`.
 
         Returns:
-            out and lse. None, with the cache as it was, if no kernel supports the problem.
+            out and lse, which may be None if not requested. None, with the cache as it was, if no
+            kernel supports the step.
         """
         return None
 

@@ -44,6 +44,9 @@ environment = os.environ.get if _cpu is None else _cpu.environment
 _profiler_enabled = torch.autograd._profiler_enabled
 
 _MASK64 = (1 << 64) - 1
+# Largest number of new rows of a sequence that a decoding step writes. torch copies longer prompts
+# on several threads, and without the GIL.
+_MAX_APPENDED = 64
 _RESULTS = {**DTYPES, torch.int16: -1}  # out_residual is int16
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()} | {-2: torch.uint8}  # a summary
 
@@ -180,14 +183,19 @@ class CppBackend(Backend):
         return grads.query, grads.key, grads.bias
 
     def attention_decode(
-        self, call: AttentionCall, update: CacheUpdate
-    ) -> tuple[Tensor, Tensor] | None:
+        self, call: AttentionCall, update: CacheUpdate, want_lse: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Implement `Backend.attention_decode`. Pages are read in place for up to 4 queries."""
+        key, value, table = update.key, update.value, update.block_table
+        if key is not None and value is not None:
+            if update.seqlen_new > _MAX_APPENDED:
+                return None
+            key, value = kernel_strides(key), kernel_strides(value)
         lengths = update.lengths.tolist() if isinstance(update.lengths, Tensor) else update.lengths
-        ends = [length + update.seqlen_new for length in lengths]
+        ends = tuple([length + update.seqlen_new for length in lengths])
         return _run(
-            _cpu.attention_decode, call, update.block_table, update.capacity, ends, update.key,
-            update.value, num_threads(),
+            _cpu.attention_decode, call, None if table is None else table.resolve_neg(),
+            update.capacity, ends, key, value, want_lse, num_threads(),
         )  # fmt: skip
 
     def norm_fwd(

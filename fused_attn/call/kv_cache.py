@@ -41,7 +41,7 @@ class CacheUpdate(NamedTuple):
         key, value: (batch, num_heads_kv, seqlen_new, dim), or None to append nothing.
         seqlen_new: number of new rows of each sequence; 0 if nothing is appended.
         lengths: (batch,) integers; number of rows of each sequence that are already in the cache.
-            Backends get a tensor.
+            A tensor, or for CPUs a sequence of ints.
         block_table: (batch, max_pages) integers; the pages of each sequence. None if the cache is
             not paged.
         capacity: largest number of rows of a sequence.

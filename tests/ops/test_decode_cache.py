@@ -19,7 +19,7 @@ import fused_attn
 from fused_attn import decode as decoding
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import get_backend
+from fused_attn.backends import cpp, get_backend
 from fused_attn.call import handlers
 
 CAPACITY, PAGE = 304, 16
@@ -316,6 +316,48 @@ def _arguments(**changes):
 def test_errors_of_caches(changes, message):
     with pytest.raises(ValueError, match=message):
         fused_attn.decode_attention(**_arguments(**changes))
+
+
+class Subclass(torch.Tensor):
+    """Tensor subclass that overrides nothing."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Subclass])
+def test_pages_are_checked_with_every_mask(kind):
+    """An invalid page is an error, and nothing is written, whatever the type of the mask."""
+    mask = torch.zeros(3, 80).as_subclass(kind)
+    arguments = _arguments(block_table=torch.tensor([[0, 1], [1, -1]]), attn_mask=mask)
+    arguments |= {"cache_lengths": [5, 40], "key": torch.ones(2, 2, 3, 8)}
+    with pytest.raises(ValueError, match=r"page indices in \[0, 2\) .* got -1"):
+        fused_attn.decode_attention(**arguments)
+    assert not arguments["key_cache"].any()
+
+
+def test_caches_that_torch_does_not_write_to():
+    """Torch's errors: new rows that overlap the cache; inference tensors outside of the mode."""
+    query, cache = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 40, 8)
+    new = cache[:, :, :3]
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        fused_attn.decode_attention(
+            query, cache, cache.clone(), cache_lengths=[1], key=new, value=new.clone()
+        )
+    with torch.inference_mode():
+        caches = torch.zeros(2, 1, 1, 40, 8).unbind()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        fused_attn.decode_attention(query, *caches, cache_lengths=[1], key=new, value=new)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_prompts_are_appended_by_torch(layout, monkeypatch):
+    """Rows that torch appends, on several threads, give the same results."""
+    tensors, results = random_qkv(3, 4, 2, 19, CAPACITY, 8), []
+    for limit in (cpp._MAX_APPENDED, -1):
+        monkeypatch.setattr(cpp, "_MAX_APPENDED", limit)
+        cache = Cache(tensors["key"], tensors["value"], LENGTHS[19], 19, layout)
+        results.append(cache.attend(tensors["query"], None, "cpp"))
+        for got, expected in zip(cache.before, cache.after, strict=True):
+            assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("attn_mask", [None, torch.zeros(3, 40)], ids=["plain", "masked"])

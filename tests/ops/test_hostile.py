@@ -100,3 +100,15 @@ def test_tensors_that_another_thread_replaces():
     finally:
         stop.set()
         thread.join()
+
+
+def test_packed_masks_are_no_decoding_step():
+    """A mask of two sequences does not make a step write to the cache of a second one."""
+    cache, new = torch.zeros(2, 1, 5, 4), torch.ones(2, 1, 1, 4)
+    mask = MaskSpec(
+        cu_seqlens_q=ints(0, 0, 1), cu_seqlens_k=ints(0, 0, 5), max_seqlen_q=1, max_seqlen_k=5
+    )
+    options = AttentionOptions(0.5, decoding=True)
+    step = AttentionCall(torch.zeros(1, 1, 1, 4), cache[:1], cache[:1], mask, options)
+    assert _cpu.attention_decode(step, None, 5, (4, 4), new, new, False, 1) is None
+    assert not cache.any()

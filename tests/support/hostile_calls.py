@@ -213,8 +213,13 @@ def bindings() -> Groups:
         "_masks": (lambda num_threads, **given: fwd(num_threads, mask=MaskSpec(**given)), tables),
         "_decode": (lambda **given: decode(*given.values()), {
             "query": q[:, :, :2], "key": k.clone(), "value": v.clone(), "mask": MaskSpec(),
-            "block_table": ints(0, 1, 1, 0).view(2, 2), "seqlen_k": 9, "ends": [7, 9],
-            "new_key": k[:, :, :3], "new_value": v[:, :, :3], "num_threads": 1}),
+            "block_table": ints(0, 1, 1, 0).view(2, 2), "seqlen_k": 9, "ends": (7, 9),
+            "new_key": k[:, :, :3].clone(), "new_value": v[:, :, :3].clone(), "want_lse": True,
+            "num_threads": 1}),
+        "_decode a contiguous cache": (lambda **given: decode(*given.values()), {
+            "query": q[:, :, :2], "key": k.clone(), "value": v.clone(), "mask": MaskSpec(),
+            "block_table": None, "seqlen_k": 5, "ends": (4, 5), "new_key": k[:, :, :3].clone(),
+            "new_value": v[:, :, :3].clone(), "want_lse": True, "num_threads": 1}),
         "_packed": (packed, {**ends, "max_seqlen_q": 3, "max_seqlen_k": 3}),
         "_bwd": (bwd, {
             **saved._asdict(), "grad_out": q, "grad_lse": saved.lse, "needs_bias": False}),

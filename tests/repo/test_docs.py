@@ -122,7 +122,7 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", ["block_lists", "decoding", "scale_simulation"])
+@pytest.mark.parametrize("name", ["block_lists", "decode_steps", "scale_simulation"])
 def test_table_is_up_to_date(name, monkeypatch):
     """The script's table in the docs matches the results in its file."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def test_imports_from_lower_layers_only(module):
 
 def test_no_import_cycles():
     TopologicalSorter({module: imports(module) for module in FILES}).prepare()
+
+
+def test_modules_imported_by_a_bare_name_are_unique():
+    """One process of the tests imports all of them; a second of the same name would be the first."""
+    folders = ("benchmarks", "examples", "scripts", "tests/pretended_gpu", "tests/support")
+    names = Counter(p.stem for f in folders for p in (ROOT / f).glob("*.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 SOURCES = [path.relative_to(ROOT) for path in sorted((ROOT / "csrc/cpu").rglob("*.h"))]

@@ -1,4 +1,4 @@
-"""Time decoding steps and continuous batching against torch: `python benchmarks/decoding.py`.
+"""Time decoding steps and continuous batching against torch: `python benchmarks/decode_steps.py`.
 
 A step appends one token to each sequence and attends to its cache. torch's step writes the new rows
 and calls scaled_dot_product_attention: with a mask if lengths differ, on gathered rows if the cache
@@ -27,7 +27,7 @@ from torch import Tensor
 from fused_attn import decode_attention, masks
 from fused_attn.tools.timing import medians
 
-RESULTS = Path(__file__).parent / "results" / "decoding.json"
+RESULTS = Path(__file__).parent / "results" / "decode_steps.json"
 PAGE = Path(__file__).parents[1] / "docs" / "kernels-cpu.md"
 HEADS, HEAD_DIM = 8, 64
 SIZES = ((1, 400), (8, 400), (8, 2048))  # sequences, and keys of each
@@ -133,7 +133,7 @@ def table(facts: dict[str, Any]) -> str:
     about = (
         f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
         f"{machine['torch']}, float32, {HEADS} heads, head_dim {HEAD_DIM}; median times of a step "
-        "in ms, and the speedup over torch (see benchmarks/decoding.py):"
+        "in ms, and the speedup over torch (see benchmarks/decode_steps.py):"
     )
     rows = []
     for row in facts["rows"]:

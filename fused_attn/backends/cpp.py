@@ -172,14 +172,15 @@ class CppBackend(Backend):
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
         call, fields = _weights_fields(call, lse, lse_residual)
-        fields |= {
-            "grad_query": grads.query,
-            "grad_key": grads.key,
-            "grad_weights": grad_weights,
-            "grad_weights_factor": 1.0 / max(num_heads, 1) if average else 1.0,
-            "row_sums": torch.empty_like(lse),
-        }
-        _run_weights_bwd(call, fields, lse, grads.bias if needs_bias else None)
+        if needs_bias:  # accumulated in the dtype of lse
+            fields["grad_bias"] = torch.zeros_like(grads.bias, dtype=lse.dtype)
+        _cpu.attention_weights_bwd(
+            call, **fields, grad_query=grads.query, grad_key=grads.key, grad_weights=grad_weights,
+            grad_weights_factor=1.0 / max(num_heads, 1) if average else 1.0,
+            row_sums=torch.empty_like(lse), num_threads=num_threads(),
+        )  # fmt: skip
+        if needs_bias:
+            grads.bias.copy_(fields["grad_bias"])
         return grads.query, grads.key, grads.bias
 
     def attention_decode(
@@ -261,18 +262,6 @@ def _weights_fields(
     call = replace(call, value=key.new_empty(*key.shape[:3], 0)).kernel_layout()
     out = query.new_empty(*query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
-
-
-def _run_weights_bwd(
-    call: AttentionCall, fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None
-) -> None:
-    """Run the backward of the weights, accumulating the bias gradient in the dtype of lse."""
-    sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
-    if sums is not None:
-        fields = {**fields, "grad_bias": sums}
-    _cpu.attention_weights_bwd(call, **fields, num_threads=num_threads())
-    if grad_bias is not None and sums is not None:
-        grad_bias.copy_(sums)
 
 
 if _cpu is not None:

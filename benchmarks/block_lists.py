@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.intervals import block_lists, intervals_of
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 from fused_attn.tools import timing
 
 BLOCK_SIZE = (128, 128)
@@ -66,7 +66,7 @@ def rows(longest: int) -> list[dict[str, Any]]:
             break
         shape = (1, 1, length, length)
         for name, (mask, mask_mod) in cases(length).items():
-            spec = normalize(mask, *shape, torch.device("cpu"))
+            spec = spec_of_mask(mask, *shape, torch.device("cpu"))
             ours = milliseconds(
                 lambda: block_lists(intervals_of(spec, shape, torch.device("cpu")), BLOCK_SIZE)  # noqa: B023
             )

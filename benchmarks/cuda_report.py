@@ -28,7 +28,7 @@ from fused_attn.backends.cuda.module import compiled
 from fused_attn.backends.verdicts import WIDTHS
 from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionOptions
 from fused_attn.call.norm import NormBackward, NormCall, NormOptions
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 from fused_attn.tools.terminal import show_table
 
 ELEMENTS = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
@@ -162,7 +162,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     batch, heads, length = 1, 2, 256
     query = torch.empty(batch, heads, length, head_dim, dtype=dtype)
     mask = masks.bias(torch.zeros(length, length))
-    biased = normalize(mask, batch, heads, length, length, query.device)
+    biased = spec_of_mask(mask, batch, heads, length, length, query.device)
     backend = get_backend("cuda")
     backend.attention_fwd(
         AttentionCall(query[:, :, :1], query, query, MaskSpec(), AttentionOptions(1.0, softcap)),

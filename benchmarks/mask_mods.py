@@ -23,7 +23,7 @@ from measure import CpuMeter
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from fused_attn import masks, scaled_dot_product_attention
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 RESULTS = Path(__file__).parent / "results" / "mask-mods.json"
 HEADS, LENGTH, HEAD_DIM, LONG = 4, 1024, 64, 8192
@@ -90,7 +90,7 @@ def measure(name: str) -> dict[str, Any]:
     mask_mod, lengths = MODS[name]
     mask, leaves = masks.from_mask_mod(mask_mod), leaves_of(lengths)
     begin = time.perf_counter()
-    kind = normalize(mask, 1, HEADS, *lengths, leaves[0].device).kind
+    kind = spec_of_mask(mask, 1, HEADS, *lengths, leaves[0].device).kind
     seconds = time.perf_counter() - begin
     dense = masks.dense(create_mask(mask_mod, 1, 1, *lengths, device="cpu"))
     for got, expected in zip(results_of(leaves, mask), results_of(leaves, dense), strict=True):
@@ -118,7 +118,9 @@ def long_causal() -> dict[str, Any]:
     query, key, value = (leaf.detach() for leaf in leaves_of((LONG, LONG)))
     mask = masks.from_mask_mod(gym.causal_mask)
     memory = CpuMeter().memory(
-        lambda: normalize(masks.from_mask_mod(gym.causal_mask), 1, HEADS, LONG, LONG, query.device)
+        lambda: spec_of_mask(
+            masks.from_mask_mod(gym.causal_mask), 1, HEADS, LONG, LONG, query.device
+        )
     )
     own, causal = milliseconds(
         lambda: scaled_dot_product_attention(query, key, value, mask),

@@ -30,7 +30,7 @@ from fused_attn.distributed.ring import AHEAD
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks import Mask
 from fused_attn.masks.intervals import intervals_of
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 RESULTS = Path(__file__).parent / "results" / "scale.json"
@@ -138,7 +138,7 @@ class Pairs:
 
     def __init__(self, mask: Mask | None, length: int) -> None:
         shape = (1, 1, length, length)
-        spec = normalize(mask, *shape, torch.device("cpu"))
+        spec = spec_of_mask(mask, *shape, torch.device("cpu"))
         self.visible = VisibleKeys(spec, shape)
         intervals = intervals_of(spec, shape, torch.device("cpu"))
         if not intervals.exact:

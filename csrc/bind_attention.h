@@ -85,7 +85,7 @@ struct AttentionReader {
     check_within(num_threads, "num_threads", 0, kUnlimited);
     p->num_threads = num_threads;
     read_call(call, query, key, value, &sizes, p);
-    complete(call, p);
+    read_seed_and_summaries(call, p);
     return true;
   }
 };
@@ -260,7 +260,7 @@ bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, in
 // than the saved ones.
 bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
                   const TensorView& q, AttentionBwdParams* p) {
-  check_that(outputs.size() == 4, "outputs must be four");
+  check_that(outputs.size() == 4, "outputs must have 4 tensors");
   TensorView grad, out, lse, lse_residual, of_lse;
   if (!float_view(grad_out, &grad) || !float_view(outputs[0], &out) ||
       !float_view(outputs[1], &lse) || !float_view(outputs[2], &lse_residual) ||
@@ -316,7 +316,7 @@ py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
   if (needs_bias) {
     const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
     const TensorView bias = view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias"));
-    check_that(bias.is_present, "needs_bias needs a bias");
+    check_that(bias.is_present, "needs_bias requires a mask with a bias");
     check_shape(bias, "bias", Rule("IJLM"), reader.sizes);
     grad_bias = new_dense(bias.shape, 4, sums, &p.grad_bias);
     std::fill_n(static_cast<char*>(p.grad_bias), bias.numel() * sums.bits / 8, 0);

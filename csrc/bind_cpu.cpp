@@ -15,7 +15,7 @@ void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
   fields.sizes = read_call(call, &params);
   read(fields, &params);
   fields.finish();
-  complete(call, &params.fwd);
+  read_seed_and_summaries(call, &params.fwd);
   run_entry(entry, params);
 }
 
@@ -108,7 +108,7 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
   fields.pointer("kinds", &params.kinds, "!BHLM");
   fields.number("num_threads", &params.problem.num_threads);
   fields.finish();
-  complete(call, &params.problem);
+  read_seed_and_summaries(call, &params.problem);
   run_entry(&KernelTable::tile_kinds, params);
 }
 

@@ -96,9 +96,9 @@ Sizes read_call(const py::handle&, SummaryParams*) { return {}; }
 // ---- checks ------------------------------------------------------------------------------------
 
 // Adds the sizes of workspaces: E head_dim rounded up to 8, F rows of row_statistics, L and M rows
-// and columns of grad_bias_parts, C x U and A x Z batch and runs of document ids of queries and of
-// keys, Y 2 + head_dim_v. The fields add A number of bias parts, O max_pages, R seqlen_new, X
-// num_splits.
+// and columns of grad_bias_parts, C x U and A x Z batch and id ranges of query_documents and
+// key_documents, Y 2 + head_dim_v. The fields add A number of bias parts, O max_pages, R
+// seqlen_new, X num_splits.
 template <class Params>
 void set_gpu_sizes(const Params&, Sizes*) {}
 void set_gpu_sizes(const AttentionParams& p, Sizes* sizes) {
@@ -151,7 +151,8 @@ void check(const NormParams& p, const GpuParams& gpu) {
 }
 void check(const NormBwdParams& p, const PartialSums& sums, const GpuParams& gpu) {
   check_that(!(p.fwd.dropout_p > 0) || gpu.seed_address != nullptr, "seed_address is missing");
-  check_that(p.fwd.rstd != nullptr && (p.fwd.rms || p.fwd.mean != nullptr), "mean or rstd missing");
+  check_that(p.fwd.rstd != nullptr && (p.fwd.rms || p.fwd.mean != nullptr),
+             "mean or rstd is missing");
   check_that((p.grad_weight == nullptr && p.grad_bias == nullptr) || sums.data != nullptr,
              "partial_sums is missing");
   check_that(!(p.fwd.dropout_p > 0) || p.grad_input != nullptr, "grad_input is missing");

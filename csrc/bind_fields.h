@@ -143,14 +143,15 @@ class Fields {
   void matrix(const char* name, T** out, RowLayout* rows, const char* rule) {
     const TensorView view = tensor<T>(name, rule);
     if (!view.is_present) return;
-    check_that(view.ndim > 0 && view.shape[view.ndim - 1] == sizes['C'], "rows must be alike");
+    check_that(view.ndim > 0 && view.shape[view.ndim - 1] == sizes['C'],
+               "matrices must have the columns of input");
     read_matrix(view, name, out, rows);
   }
 
   void four(const char* name, int64_t (&out)[4]) {
     if (const py::handle value = find(name)) {
       const auto tuple = py::cast<py::tuple>(value);
-      check_that(tuple.size() == 4, "bias_sizes must be 4");
+      check_that(tuple.size() == 4, "bias_sizes must have 4 elements");
       for (int i = 0; i < 4; ++i) out[i] = py::cast<int64_t>(tuple[i]);
     }
   }

@@ -117,10 +117,10 @@ py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_
     if (sizes[i] < 0 || steps[i] < 0 || __builtin_mul_overflow(numel, sizes[i], &numel) ||
         __builtin_mul_overflow(sizes[i] - 1, steps[i], &last) ||
         __builtin_add_overflow(end, last, &end)) {
-      throw std::invalid_argument("sizes and strides must be at least 0 and below 2^63 in all");
+      throw std::invalid_argument("sizes and strides must not be negative or overflow");
     }
   }
-  if (numel > 0 && end > numel) throw std::invalid_argument("strides must be dense");
+  if (numel > 0 && end > numel) throw std::invalid_argument("strides must leave no gaps");
   check_within(dtype, "dtype", -1, 3);
   return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
 }

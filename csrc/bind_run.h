@@ -66,8 +66,8 @@ void read_seed(const py::handle& call, Params* p) {
   p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view.data));
 }
 
-// Reads the fields that only the CPU kernels use. Called after read_call.
-void complete(const py::handle& call, AttentionParams* p) {
+// Draws or reads the dropout seed, and computes missing tile summaries. Called after read_call.
+void read_seed_and_summaries(const py::handle& call, AttentionParams* p) {
   read_seed(call, p);
   if (p->mask.bias.data == nullptr && p->mask.dense.data == nullptr) return;
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");

@@ -192,7 +192,9 @@ TensorView view_on_any_device(const py::handle& tensor) {
   if (exchange_api == nullptr) return view_by_attributes(tensor);
   DLTensor raw;
   if (exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) throw py::error_already_set();
-  if (raw.bits < 8 || raw.lanes != 1) throw std::invalid_argument("elements must have whole bytes");
+  if (raw.bits < 8 || raw.lanes != 1) {
+    throw std::invalid_argument("elements must have a whole number of bytes");
+  }
   return view_of(raw);
 }
 

@@ -33,7 +33,7 @@ from fused_attn import masks
 from fused_attn.distributed import Sharding, context_parallel
 from fused_attn.distributed.plan import plan_of
 from fused_attn.distributed.visible_keys import VisibleKeys
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 SEQLEN, STEPS, STEPS_FLOAT64, LEARNING_RATE = 8192, 30, 5, 4e-3
 IGNORED = -100  # label of the last token of a scene, which has no next token
@@ -160,7 +160,7 @@ def sent_per_step(rows: Sequence[Row], ranks: int) -> tuple[float, float]:
     sent = 0
     for row in rows:
         mask = masks.causal() & masks.documents(row.documents)
-        spec = normalize(mask, 1, 1, seqlen, seqlen, row.tokens.device)
+        spec = spec_of_mask(mask, 1, 1, seqlen, seqlen, row.tokens.device)
         visible = VisibleKeys(spec, (1, 1, seqlen, seqlen))
         plans = [plan_of(sharding, sharding, rank, visible) for rank in range(ranks)]
         sent += sum(len(run) for plan in plans for step in plan.steps[1:] for run in step.sent)

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from fused_attn import masks
-from fused_attn.backends import Backend, problem_of, select
-from fused_attn.backends.registry import backend_for_unchecked
-from fused_attn.base.autocast import any_autocast
-from fused_attn.base.torch_state import needs_grad, plain_eager
+from fused_attn.base.torch_state import needs_grad
 from fused_attn.call import handlers
-from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
+from fused_attn.call.attention import AttentionOptions
 from fused_attn.call.keywords import refuse
-from fused_attn.call.kv_cache import (
-    NO_GRAD,
-    CacheUpdate,
-    append,
-    check_pages,
-    checked_update,
-    contiguous_rows,
-    spec_of_ends,
-    with_cache_lengths,
-)
-from fused_attn.call.validation import attention_call, check_floats
+from fused_attn.call.kv_cache import NO_GRAD, CacheUpdate, checked_update
+from fused_attn.call.validation import check_floats
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import normalize
-from fused_attn.ops import dispatch
+from fused_attn.ops import decode
 from fused_attn.ops.rotary import checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
@@ -166,13 +150,7 @@ def decode_attention(
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
     want_lse = return_lse or sinks is not None
-    step = None
-    if attn_mask is None:
-        step = _unchecked_step(query, update, is_causal, options, backend)
-    if step is None:
-        mask = masks.as_mask(attn_mask)
-        step = _checked_step(query, update, mask, is_causal, options, want_lse, backend)
-    out, lse = _attend(step, is_causal, want_lse)
+    out, lse = decode.attention(query, update, attn_mask, is_causal, options, want_lse, backend)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
@@ -212,133 +190,3 @@ def _rotated(
         firsts = lengths[:, None] + (update.seqlen_new - count)
         positions = (firsts + torch.arange(count, device=tokens.device)).clamp(min=0)
     return rotate(tokens, checked_rotation(tokens, cos, sin, positions, interleaved))
-
-
-class _Step(NamedTuple):
-    """A decoding step and the backend that computes it.
-
-    Attributes:
-        call: its key and value are the caches, and its mask is for update.capacity keys.
-        update: the new keys and values.
-        unmasked: there is no attn_mask.
-        plain: `update.plain`, and the tensors of the mask are plain, too.
-    """
-
-    call: AttentionCall
-    backend: Backend
-    update: CacheUpdate
-    unmasked: bool
-    plain: bool
-
-
-def _unchecked_step(
-    query: Tensor,
-    update: CacheUpdate,
-    is_causal: bool,
-    options: AttentionOptions,
-    named: str | None,
-) -> _Step | None:
-    """Return a step without attn_mask on the CPU, up to the end of the longest sequence.
-
-    Returns None if the step requires `_checked_step`, which makes a small step take 3 times as long
-    (8 heads, 400 keys, head_dim 64).
-    """
-    if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
-        return None
-    if not options.prepare(query.shape[3]):
-        return None
-    spec = spec_of_ends(update, query, is_causal)
-    call = UncheckedAttention(query, *update.caches, spec, False, True, options)
-    backend = backend_for_unchecked(call, query.device, named)
-    # Backends that wrap torch's kernels need finite values after the ends of sequences.
-    if backend is None or backend.wraps_torch:
-        return None
-    update = update._replace(capacity=update.ends[1])
-    return _Step(call.assume_checked(), backend, update, True, True)
-
-
-def _checked_step(
-    query: Tensor,
-    update: CacheUpdate,
-    attn_mask: Mask | None,
-    is_causal: bool,
-    options: AttentionOptions,
-    want_lse: bool,
-    named: str | None,
-) -> _Step:
-    """Return a step on any device and backend."""
-    update = update._replace(lengths=torch.as_tensor(update.lengths, device=query.device))
-    batch, num_heads, seqlen_q, _ = query.shape
-    mask = with_cache_lengths(attn_mask, is_causal, update.lengths, update.seqlen_new, seqlen_q)
-    if needs_grad(*mask.biases):
-        raise ValueError(NO_GRAD.format(name="attn_mask"))
-    spec = normalize(mask, batch, num_heads, seqlen_q, update.capacity, query.device)
-    call = attention_call(query, *update.caches, spec, options)
-    chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
-    plain = update.plain and plain_eager(update.lengths, *mask.tensors())
-    return _Step(call, chosen, update, attn_mask is None, plain)
-
-
-def _attend(step: _Step, is_causal: bool, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Append new keys and values, and return out and lse."""
-    call, backend, update, unmasked, plain = step
-    written = update.caches if update.seqlen_new > 0 else ()
-    empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
-    if plain and not empty and not any(_is_refused(cache) for cache in written):
-        results = backend.attention_decode(call, update, want_lse)
-        if results is not None:
-            for cache in written:
-                if not cache.is_inference():
-                    increment_version(cache)
-            return results
-    check_pages(update)
-    append(update)
-    call.key, call.value = contiguous_rows(update, update.capacity, backend.empty)
-    if backend.wraps_torch:
-        call = _for_torch(call, update, unmasked, is_causal)
-    return dispatch.run_attention(call, backend, want_lse)
-
-
-def _is_refused(cache: Tensor) -> bool:
-    """Return True if torch refuses to write to a cache: an inference tensor outside of its mode."""
-    return cache.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def _for_torch(
-    call: AttentionCall, update: CacheUpdate, unmasked: bool, is_causal: bool
-) -> AttentionCall:
-    """Return the call in the form that torch's kernels need.
-
-    They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
-    because they may be NaN. If the host knows the lengths, keys and values end at the longest.
-    """
-    if update.ends is not None and unmasked:
-        call = _narrowed(call, update, is_causal, *update.ends)
-    if update.ends is None or update.ends[0] < call.key.shape[2]:
-        ends = update.lengths + update.seqlen_new
-        beyond_end = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
-        keys, values = (t.masked_fill(beyond_end[..., None], 0.0) for t in (call.key, call.value))
-        call = replace(call, key=keys, value=values)
-    return call
-
-
-def _narrowed(
-    call: AttentionCall, update: CacheUpdate, is_causal: bool, shortest: int, longest: int
-) -> AttentionCall:
-    """Return the call restricted to the first `longest` keys and values, which are views.
-
-    If all lengths are equal, the padding mask is not needed. The mask is then dropped if it is not
-    causal, and replaced by a top-left causal mask, which torch's kernels support, if seqlen_q is
-    the length.
-    """
-    batch, num_heads, seqlen_q, _ = call.query.shape
-    needed: Mask | None = with_cache_lengths(
-        None, is_causal, update.lengths, update.seqlen_new, seqlen_q
-    )
-    if shortest == longest and not is_causal:
-        needed = None
-    elif shortest == longest == seqlen_q:
-        needed = masks.causal()
-    spec = normalize(needed, batch, num_heads, seqlen_q, longest, call.query.device)
-    keys, values = call.key[:, :, :longest], call.value[:, :, :longest]
-    return replace(call, key=keys, value=values, mask=spec)

@@ -43,27 +43,27 @@ struct TilePasses {
 
 // Functions that the sources of an instruction set export to each other and to the instruction sets
 // that have it as their base. The TilePasses pointer is null without tile registers.
-#define FUSED_ATTN_PASSES                                                  \
-  bool attention_fwd(const AttentionParams&);                              \
-  bool attention_bwd(const AttentionBwdParams&);                           \
-  bool attention_decode(const AttentionParams&);                           \
-  bool attention_bwd_rows(const AttentionBwdParams&);                      \
-  bool attention_fwd_beside(const TilePasses*, const AttentionParams&);    \
-  bool attention_bwd_beside(const TilePasses*, const AttentionBwdParams&); \
-  bool tiles_fwd(const AttentionParams&);                                  \
-  bool tiles_take_decode(const AttentionParams&);                          \
-  bool tiles_decode(const AttentionParams&);                               \
-  bool tiles_take_bwd(const AttentionBwdParams&);                          \
-  bool tiles_take_bias(const AttentionBwdParams&);                         \
-  bool tiles_bwd(const AttentionBwdParams&);                               \
-  bool attention_weights(const AttentionWeightsParams&);                   \
-  bool norm_fwd(const NormParams&);                                        \
-  bool norm_bwd(const NormBwdParams&);                                     \
-  bool activation(const ActivationParams&);                                \
-  bool rotary(const RotaryParams&);                                        \
-  bool tile_kinds(const TileKindsParams&);                                 \
-  void tile_summary(const SummaryParams&);                                 \
-  double multiply_add_peak(int64_t);                                       \
+#define FUSED_ATTN_PASSES                                                \
+  bool attention_fwd(const AttentionParams&);                            \
+  bool attention_bwd(const AttentionBwdParams&);                         \
+  bool attention_decode(const AttentionParams&);                         \
+  bool attention_bwd_rows(const AttentionBwdParams&);                    \
+  bool attention_fwd_with(const TilePasses*, const AttentionParams&);    \
+  bool attention_bwd_with(const TilePasses*, const AttentionBwdParams&); \
+  bool tiles_fwd(const AttentionParams&);                                \
+  bool tiles_take_decode(const AttentionParams&);                        \
+  bool tiles_decode(const AttentionParams&);                             \
+  bool tiles_take_bwd(const AttentionBwdParams&);                        \
+  bool tiles_take_bias(const AttentionBwdParams&);                       \
+  bool tiles_bwd(const AttentionBwdParams&);                             \
+  bool attention_weights(const AttentionWeightsParams&);                 \
+  bool norm_fwd(const NormParams&);                                      \
+  bool norm_bwd(const NormBwdParams&);                                   \
+  bool activation(const ActivationParams&);                              \
+  bool rotary(const RotaryParams&);                                      \
+  bool tile_kinds(const TileKindsParams&);                               \
+  void tile_summary(const SummaryParams&);                               \
+  double multiply_add_peak(int64_t);                                     \
   double product_peak(DType, int64_t);
 namespace FUSED_ATTN_ISA_NAMESPACE {
 FUSED_ATTN_PASSES

@@ -83,14 +83,14 @@ struct Backward {
 
 }  // namespace
 
-bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
+bool own::attention_fwd_with(const TilePasses* tiles, const AttentionParams& p) {
   const auto of_base = [](const TilePasses*, const AttentionParams& p) {
     return base::attention_fwd(p);
   };
   return run_as<Forward>(p.dtype, of_base, tiles, p);
 }
 
-bool own::attention_bwd_beside(const TilePasses* tiles, const AttentionBwdParams& p) {
+bool own::attention_bwd_with(const TilePasses* tiles, const AttentionBwdParams& p) {
   const auto of_base = [](const TilePasses*, const AttentionBwdParams& p) {
     return base::attention_bwd(p);
   };
@@ -101,11 +101,11 @@ bool own::attention_weights(const AttentionWeightsParams& p) {
   return run_as<AttentionWeights>(p.fwd.dtype, base::attention_weights, p);
 }
 #else
-bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
-  return base::attention_fwd_beside(tiles, p);
+bool own::attention_fwd_with(const TilePasses* tiles, const AttentionParams& p) {
+  return base::attention_fwd_with(tiles, p);
 }
-bool own::attention_bwd_beside(const TilePasses* tiles, const AttentionBwdParams& p) {
-  return base::attention_bwd_beside(tiles, p);
+bool own::attention_bwd_with(const TilePasses* tiles, const AttentionBwdParams& p) {
+  return base::attention_bwd_with(tiles, p);
 }
 bool own::attention_weights(const AttentionWeightsParams& p) { return base::attention_weights(p); }
 #endif
@@ -157,8 +157,8 @@ double own::product_peak(DType dtype, int64_t threads) {
   return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
 }
 
-bool own::attention_fwd(const AttentionParams& p) { return attention_fwd_beside(kTiles, p); }
-bool own::attention_bwd(const AttentionBwdParams& p) { return attention_bwd_beside(kTiles, p); }
+bool own::attention_fwd(const AttentionParams& p) { return attention_fwd_with(kTiles, p); }
+bool own::attention_bwd(const AttentionBwdParams& p) { return attention_bwd_with(kTiles, p); }
 
 const KernelTable own::kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                                    own::attention_fwd,

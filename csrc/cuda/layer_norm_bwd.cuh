@@ -282,8 +282,8 @@ FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool 
   }
 }
 
-// Loads the thread's part of a stretch: the normalized row (x) and grad_out (grad). Elements
-// outside the stretch are 0.
+// Loads the thread's part of a stretch (consecutive columns of a row): the normalized row (x) and
+// grad_out (grad). Elements outside the stretch are 0.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, const Stretch& s,
                                     const RowStatistics& statistics, float (&x)[kBwdValues<kWidth>],

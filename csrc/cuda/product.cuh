@@ -33,7 +33,7 @@ FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
 // Number of terms that float32 matmuls add in a partial sum before they add it to the accumulator.
 // This costs one extra addition per four multiply-adds. With a single running sum, the rounding
 // error exceeded the limit of the numerics contract: 1.75 times the limit in gradients of rows with
-// few visible keys (head_dim roundings), and 1.1 times the limit in out (seqlen_k roundings).
+// few visible keys (sums of head_dim terms), and 1.1 times the limit in out (of seqlen_k terms).
 constexpr int kPartOfSum = 4;
 
 // Bit mask of the thread's columns of a weight tile that are visible to any row of the warp. Bit

@@ -112,11 +112,12 @@ def _described(op: str, problem: Problem, *properties: str) -> str:
     return f"{op}({', '.join(word for word in words if word)})"
 
 
-def problem_of(call: AnyCall, result: str = "out") -> Problem:
+def problem_of(call: AnyCall, result: str = "out", seqlen_k: int | None = None) -> Problem:
     """Return the properties of a call that selection depends on.
 
     Args:
         result: see AttentionProblem.
+        seqlen_k: number of keys of a decoding step, whose `call.key` may be pages.
     """
     trains = needs_grad(*call.tensors())
     if isinstance(call, NormCall):
@@ -134,7 +135,8 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
             transformed=transformed(),
         )
     query, mask = call.query, call.mask
-    batch, seqlen_q, seqlen_k = call.sizes()
+    batch, seqlen_q, length = call.sizes()
+    seqlen_k = length if seqlen_k is None else seqlen_k
     large_scores = False
     if query.device.type != "cpu" and (call.options.softcap or result == "lse"):
         large_scores = 4 * batch * query.shape[1] * seqlen_q * seqlen_k > LARGE_SCORES

@@ -146,7 +146,7 @@ def backend_for_unchecked(
         backend = BACKENDS.get(wanted)
     else:
         backend = _first_on(device, verdicts.changes)
-        if backend is None and call.is_resolved():
+        if backend is None and call.resolve():
             backend = choose(problem_of(call.assume_checked()))[0]
     return backend if backend is not None and backend.accepts_unchecked else None
 

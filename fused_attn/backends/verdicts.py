@@ -197,7 +197,7 @@ def _devices(device_type: str) -> list[torch.device]:
 
 @traced_as_constant
 def _reason(backend: str, device: torch.device, *words: str) -> str:
-    """Return why a backend is not usable in a class, or in any class; "" if it is usable.
+    """Return the reason against a backend in a class, or in all classes; "" if there is none.
 
     Args:
         words: the fields of a ProblemClass, or nothing for all classes. They are unpacked because

@@ -12,8 +12,8 @@ from torch import Tensor
 
 FlatT = TypeVar("FlatT", bound="Flat")
 
-# Metadata of a field that is not flattened: a copy has its value, unless the field has init=False;
-# `of_flat` has its default.
+# Metadata of a field that is not flattened. Copies keep its value, unless it has init=False.
+# `of_flat` sets its default.
 HOST = {"host": True}
 
 _TYPES = {
@@ -29,9 +29,8 @@ class Flat:
     """Base class of dataclasses that convert to a flat argument list for torch.library ops.
 
     The list has the values of the fields in order, except those with the metadata HOST, which must
-    come last. A nested Flat is replaced by its fields. The
-    decorator `flattens` generates the conversions from the fields, once per class, so adding a
-    field needs no other change.
+    come last. A nested Flat is replaced by its fields. The decorator `flattens` generates the
+    conversions from the fields, once per class, so adding a field needs no other change.
 
     Attributes:
         NAMES: names of all flattened fields.

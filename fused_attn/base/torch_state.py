@@ -16,8 +16,8 @@ from torch.nn import Parameter
 _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
-TENSORS = frozenset({Tensor, Parameter})  # the types without overridden operations
-PLAIN_TYPES = TENSORS | {type(None)}
+TENSOR_TYPES = frozenset({Tensor, Parameter})  # the types without overridden operations
+PLAIN_TYPES = TENSOR_TYPES | {type(None)}
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # dtypes of operands
 _CPU = torch.device("cpu")
 

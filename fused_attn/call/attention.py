@@ -22,7 +22,7 @@ from fused_attn.base import philox
 from fused_attn.base.autocast import any_autocast, autocast
 from fused_attn.base.flat import Empty, Flat, empty_strided, flattens, or_empty
 from fused_attn.base.layout import EMPTY_LAYOUT, contiguous, kernel_strides, laid_out_like
-from fused_attn.base.torch_state import TENSORS, statistics_dtype
+from fused_attn.base.torch_state import TENSOR_TYPES, statistics_dtype
 from fused_attn.call.options import (
     NUMBERS,
     checked_number,
@@ -47,11 +47,12 @@ class AttentionOptions(Flat):
     In an unchecked call, the values are those that the caller passed.
 
     Attributes:
-        scale: factor of query @ key^T. Unchecked, None means the default.
-        softcap: if not 0, scores become softcap * tanh(scores / softcap). Unchecked, None means no
-            softcap.
+        scale: factor of query @ key^T. None in an unchecked call means the default.
+        softcap: if not 0, scores become softcap * tanh(scores / softcap). None in an unchecked call
+            means no softcap.
         dropout_p: probability of dropping an attention weight.
-        seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
+        seed: int64 scalar tensor, required if dropout_p > 0. In an unchecked call, it may be an
+            int or None.
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
             distributed/shards.py). None if the call is not a shard of a global call.
         partial: True for a partial result, over some of the keys, which the caller merges with
@@ -163,7 +164,7 @@ class UncheckedAttention:
             False if the call needs validation.
         """
         query = self.query
-        if not TENSORS.issuperset((type(query), type(self.key), type(self.value))):
+        if not TENSOR_TYPES.issuperset((type(query), type(self.key), type(self.value))):
             return False
         if query.is_nested or query.dim() < 2 or type(self.is_causal) is not bool:
             return False
@@ -191,8 +192,8 @@ class UncheckedAttention:
         query, key, value = (t.transpose(0, 1)[None] for t in (self.query, self.key, self.value))
         return UncheckedAttention(query, key, value, self.attn_mask, False, True, self.options)
 
-    def is_resolved(self) -> bool:
-        """Return True if the call has 4-D tensors and a MaskSpec, as `assume_checked` requires."""
+    def resolve(self) -> bool:
+        """Derive the MaskSpec; return True if `assume_checked` may follow, for 4-D tensors."""
         tensors = self.query, self.key, self.value
         return all(t.dim() == 4 for t in tensors) and self.resolve_mask() is not None
 

@@ -31,7 +31,7 @@ class Handler(Protocol):
     def attention_with_weights(
         self, call: UncheckedAttention, average: bool, named: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute as `dispatch.run_weights` does."""
+        """Compute as `dispatch.attention_with_weights` does."""
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel

@@ -23,7 +23,7 @@ from fused_attn.call.validation import (
 from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.masks.mask import diagonals
 from fused_attn.masks.memo import recall, recall_on_tensor
-from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec, normalize
+from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec, spec_of_mask
 
 CAUSAL = masks.causal("bottom_right")
 NO_GRAD = (
@@ -239,7 +239,7 @@ def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpe
     """Return the MaskSpec of a step without attn_mask, on a CPU.
 
     Keys and values end at the longest sequence, so it has no padding if all have one length. If
-    they differ, building it here is faster than `normalize`.
+    they differ, building it here is faster than `spec_of_mask`.
 
     Args:
         update: its `ends` are known.
@@ -251,7 +251,7 @@ def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpe
     if shortest == longest:
         if not is_causal:
             return NO_MASK
-        return normalize(CAUSAL, batch, num_heads, seqlen_q, longest, query.device)
+        return spec_of_mask(CAUSAL, batch, num_heads, seqlen_q, longest, query.device)
     lengths = update.lengths
     columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
     rows = []

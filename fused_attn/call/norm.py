@@ -17,7 +17,7 @@ from fused_attn.base import philox
 from fused_attn.base.autocast import any_autocast, autocast_norm
 from fused_attn.base.flat import Empty, Flat, empty_strided, flattens, or_empty
 from fused_attn.base.layout import EMPTY_LAYOUT, contiguous, rows_in_place
-from fused_attn.base.torch_state import PLAIN_TYPES, TENSORS, statistics_dtype
+from fused_attn.base.torch_state import PLAIN_TYPES, TENSOR_TYPES, statistics_dtype
 from fused_attn.call.options import (
     NUMBERS,
     checked_number,
@@ -40,11 +40,12 @@ class NormOptions(Flat):
     In an unchecked call, the values are those that the caller passed.
 
     Attributes:
-        eps: added to the variance, or to the mean square of an RMS norm. Unchecked, None means the
-            default.
+        eps: added to the variance, or to the mean square of an RMS norm. None in an unchecked call
+            means the default.
         rms: True for RMS norm, False for layer norm.
         dropout_p: probability of dropping an element of input.
-        seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
+        seed: int64 scalar tensor, required if dropout_p > 0. In an unchecked call, it may be an
+            int or None.
         dropout_offsets: int64 (runs,), global index of the first row of each run (see
             distributed/dtensors.py). A run has rows / runs rows. None if the call is not a shard of
             a global call.
@@ -130,7 +131,7 @@ class UncheckedNorm:
         Returns:
             False if the call needs validation.
         """
-        if type(self.input) not in TENSORS or not PLAIN_TYPES.issuperset(
+        if type(self.input) not in TENSOR_TYPES or not PLAIN_TYPES.issuperset(
             (type(self.weight), type(self.bias), type(self.residual))
         ):
             return False
@@ -138,8 +139,8 @@ class UncheckedNorm:
             self.input, self.residual = autocast_norm(self.input, self.residual)
         return self.options.prepare(self.input.dtype)
 
-    def is_resolved(self) -> bool:
-        """Return True if the call has one normalized dimension, as `assume_checked` requires."""
+    def resolve(self) -> bool:
+        """Return True if `assume_checked` may follow: the call has one normalized dimension."""
         return len(self.normalized_shape) == 1
 
     def draw_seed(self) -> Tensor:

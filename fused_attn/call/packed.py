@@ -15,7 +15,7 @@ from fused_attn.call.attention import AttentionCall
 from fused_attn.call.validation import check_integers, check_length, check_same
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_on_tensor
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 
 def cumulative(lengths: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def packed_spec(
         within = within & masks.causal() if is_causal else within
         within = within if mask is None else mask & within
         batch = starts_q.shape[0] - 1
-        spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query.device)
+        spec = spec_of_mask(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query.device)
         band = spec.band
         if band is not None:  # lengths other than those of the sequences need `bounds`
             same = 0 if cu_seqlens_q is cu_seqlens_k else None

@@ -19,7 +19,7 @@ from fused_attn.base.torch_state import FLOATS, is_compiling, is_intercepted
 from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
 from fused_attn.call.norm import NormCall, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
-from fused_attn.masks.spec import MaskSpec, normalize, spec_of
+from fused_attn.masks.spec import MaskSpec, spec_of, spec_of_mask
 from fused_attn.masks.tensors import known_mask
 
 
@@ -202,7 +202,7 @@ def attention_call(
     options = options.checked(head_dim, query.device)
     check_length(seqlen_q, key.shape[2])
     if not isinstance(mask, MaskSpec):
-        mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query.device)
+        mask = spec_of_mask(mask, batch, num_heads, seqlen_q, key.shape[2], query.device)
     if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
         raise ValueError(
             f"attn_mask must not be float64 if query is {query.dtype}; pass attn_mask.float()"

@@ -246,7 +246,7 @@ def _check_gradients(result: Tensor, bias: Tensor) -> None:
 
 
 def _form(slope: float, change_of_large: float) -> _Terms:
-    """Return the linear or capped form with this slope near 0 and this change of a large score."""
+    """Return c * score or c * tanh(score / c), with this slope at 0 and this value at _LARGE."""
     if abs(change_of_large - slope * _LARGE) < 1e-3 * abs(change_of_large):
         factor = change_of_large / _LARGE
         return _Terms(1.0 if abs(factor - 1.0) < _TOLERANCE else factor, None, None)

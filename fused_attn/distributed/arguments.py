@@ -21,7 +21,7 @@ from fused_attn.distributed.ranks import Ranks, gather_on_mesh, index_of, size_o
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.restrict import of_heads
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 Positions = Tensor | Sharding | None
 Method = Literal["auto", "ring", "all_to_all"]
@@ -262,7 +262,7 @@ def _spec(
     of_queries, of_keys = call.cu_seqlens
     lengths = shards.queries.length, shards.keys.length
     if of_queries is None:
-        return normalize(mask, query.shape[0], num_heads, *lengths, query.device), None
+        return spec_of_mask(mask, query.shape[0], num_heads, *lengths, query.device), None
     of_keys = of_queries if of_keys is None else of_keys
     starts = of_queries.tolist(), of_keys.tolist()
     longest = [max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts]

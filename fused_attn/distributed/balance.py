@@ -18,7 +18,7 @@ from fused_attn.call.packed import packed_spec
 from fused_attn.distributed.sharding import MAX_RUNS, Sharding
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks import Mask, as_mask
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 # Limits on the ratio of the largest work of a rank to the mean. Consecutive or zigzag positions are
 # accepted up to GOOD. Above FAIR, smaller chunks are tried.
@@ -138,7 +138,7 @@ def _spec(
     device = next((t.device for t in (*tensors, cu_seqlens) if t is not None), None)
     row = torch.empty(1, num_heads, 1, device=device)
     if cu_seqlens is None:
-        return normalize(mask, batch, num_heads, length, length, row.device)
+        return spec_of_mask(mask, batch, num_heads, length, length, row.device)
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     rows = row.expand(length, -1, -1)

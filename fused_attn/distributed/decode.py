@@ -29,7 +29,7 @@ from fused_attn.distributed.ring import BlockCall
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.restrict import split_at_overlap
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 
 @torch.compiler.disable(recursive=True)
@@ -120,7 +120,7 @@ def decode_attention(
     mask = with_cache_lengths(
         whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new, seqlen_q
     )
-    spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query.device)
+    spec = spec_of_mask(mask, batch, num_heads, seqlen_q, sharding.length, query.device)
     if key is not None and value is not None:
         for cache, new in ((key_cache, key), (value_cache, value)):
             _append(cache, new, lengths, sharding, ranks.rank)

@@ -35,7 +35,7 @@ from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
 from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.restrict import of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.ops import library as ops
+from fused_attn.ops import library
 
 # Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
 # forward of packed causal documents with balanced positions, in ms, for 1, 2, 4 and 8 steps (see
@@ -312,7 +312,7 @@ class BlockCall:
 
     def forward(self, for_backward: bool) -> AttentionOutputs:
         """Return the partial result of the block."""
-        return ops.attention_fwd(self._call, self._backend, for_backward, want_lse=True)
+        return library.attention_fwd(self._call, self._backend, for_backward, want_lse=True)
 
     def backward(
         self,
@@ -326,4 +326,4 @@ class BlockCall:
         grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
         grad_out = grad_out[:, :, self.rows]
         work = AttentionBackward(self._call, own.without_none(), grad_out, grad_lse, needs_bias)
-        return ops.attention_bwd(work, self._backend)
+        return library.attention_bwd(work, self._backend)

@@ -31,7 +31,7 @@ from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, wanted_backend
 from fused_attn.backends import sdpa as sdpa_backend
 from fused_attn.backends.registry import choose
-from fused_attn.base.torch_state import TENSORS, in_transform, needs_grad
+from fused_attn.base.torch_state import TENSOR_TYPES, in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
@@ -237,7 +237,7 @@ def _kernels_for(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context that keeps torch from kernels with defects, unless the caller chose some."""
-    plain = query.is_cuda and query.dim() == 4 and type(query) in TENSORS | _TRACED
+    plain = query.is_cuda and query.dim() == 4 and type(query) in TENSOR_TYPES | _TRACED
     flags = torch.backends.cuda
     if plain and flags.flash_sdp_enabled() and flags.math_sdp_enabled():
         return sdpa_backend.allowed_kernels(query, key, value, mask)
@@ -245,7 +245,7 @@ def _kernels_for(
 
 
 def _count(reason: str, query: Tensor, key: Tensor) -> None:
-    if type(query) in TENSORS:
+    if type(query) in TENSOR_TYPES:
         for counts in _counts:
             counts.add(reason, query, key)
 
@@ -278,8 +278,11 @@ def _fallback_reason(
             return f"attn_mask is {attn_mask.dtype}, not bool, float32 or the dtype of query"
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
-    if not (types <= TENSORS or (types <= TENSORS | _TRACED and _TAG in _config.cache_key_tag)):
+    is_traced = types <= TENSOR_TYPES | _TRACED and _TAG in _config.cache_key_tag
+    if not (types <= TENSOR_TYPES or is_traced):
         return "an argument is a tensor subclass"
+    # Where one backend is the default for all calls, the other fields keep their defaults: a cached
+    # choice serves all lengths, and torch.compile has no guards on them.
     problem = AttentionProblem(
         query.device, query.dtype, query.shape[-1], value.shape[-1], bias_dtype
     )

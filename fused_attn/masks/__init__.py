@@ -7,7 +7,7 @@ The meaning of masks is defined in this package:
     mask_mod.py         masks from functions of positions, and unions of masks
     tables.py           masks as intervals of keys or bits, for CPUs
     intervals.py        masks as one interval of keys per query, and lists of visible blocks
-    spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
+    spec.py             `MaskSpec`, the form for kernels, and `spec_of_mask`, which creates it
     fields.py           dimensions of the tensors of a MaskSpec
     band.py             causal masks and windows that are the same for all sequences
     restrict.py         masks of some queries, keys or heads

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Dimensions of each tensor: b batch, h heads, q queries, k keys, w words of 64 keys, or a constant
 # size. Those named by a lower-case letter may have size 1 and are then broadcast.
-TENSORS = {
+DIMENSIONS = {
     "bias": "bhqk",
     "dense": "bhqk",
     "key_mask": "bh1k",
@@ -25,7 +25,7 @@ TENSORS = {
     "intervals": "bhQ2",
     "bits": "bhqW",
 }
-# Without *TENSORS: a new tensor has its dimensions there before all readers handle it.
+# Not derived from DIMENSIONS: a new tensor is listed there before every reader handles it.
 KNOWN = frozenset(
     (
         "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",

@@ -379,7 +379,11 @@ def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
 
 
 def _numbers(name: str, values: Any, kind: str, *shapes: str) -> Tensor:
-    """Return values, a tensor or sequence of "integers" or "floats" of one of the shapes."""
+    """Convert values to a tensor; raise an error unless it has the kind and one of the shapes.
+
+    Args:
+        kind: "integers" or "floats".
+    """
     tensor = values
     if not isinstance(values, Tensor):
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.masks.fields import refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.restrict import cut_tensors
-from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize, reduced
+from fused_attn.masks.spec import BOUNDS, MaskSpec, reduced, spec_of_mask
 from fused_attn.masks.tables import shown_by_bits, shown_by_intervals
 
 
@@ -82,7 +82,7 @@ def _visible_rows(
     """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
     seqlen_k)."""
     batch, heads, _, seqlen_k = shape
-    spec = normalize(mask, *shape, device)
+    spec = spec_of_mask(mask, *shape, device)
     spec = replace(spec, **cut_tensors(spec, q=slice(rows.start, rows.stop)))
     visible, _ = materialize(
         spec, batch, heads, len(rows), seqlen_k, device, torch.float32, first_row=rows.start

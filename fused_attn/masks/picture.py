@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.materialize import materialize, sizes_of
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 # Colors of skipped tiles, of masked positions in partial tiles, of visible positions with the
 # lowest and the highest bias, and of the lines between tiles.
@@ -38,7 +38,7 @@ def dense_head_mask(
     batch, num_heads = sizes_of(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
     cpu = torch.device("cpu")
-    spec = normalize(mask.to(cpu), *sizes, torch.device("cpu"))
+    spec = spec_of_mask(mask.to(cpu), *sizes, torch.device("cpu"))
     visible, added = materialize(spec, *sizes, cpu, torch.float32)
     visible = torch.ones((), dtype=torch.bool) if visible is None else visible
     of_head = visible.expand(sizes)[sequence, head]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 from fused_attn.masks.tables import shown_by_bits
@@ -109,9 +109,9 @@ def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
 
 
 def cut_tensors(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
-    """Return all tensors of a mask, sliced in the dimensions that `parts` name (see TENSORS)."""
+    """Return all tensors of a mask, sliced in the dimensions that `parts` name (see DIMENSIONS)."""
     tensors = {}
-    for name, letters in TENSORS.items():
+    for name, letters in DIMENSIONS.items():
         tensor = getattr(spec, name)
         for dim, letter in enumerate(letters):
             part = parts.get(letter.lower())

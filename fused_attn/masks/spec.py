@@ -1,7 +1,7 @@
 """Kernel-level form of masks, and the conversion of a `Mask` to it.
 
-`normalize` converts a `Mask` to a `MaskSpec`, which expresses every mask by a diagonal band, a row
-of bounds for each sequence, document ids, dense tensors and ALiBi slopes.
+`spec_of_mask` converts a `Mask` to a `MaskSpec`, which expresses every mask by a diagonal band, a
+row of bounds for each sequence, document ids, dense tensors and ALiBi slopes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fused_attn.base.torch_state import (
     statistics_dtype,
 )
 from fused_attn.masks.band import Band, band_with_lengths
-from fused_attn.masks.fields import TENSORS, unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.mask_mod import resolved
 from fused_attn.masks.memo import Memo, cacheable, recall, recall_eager
@@ -42,7 +42,7 @@ BOUNDS = (
     "alibi_offset",
 )
 
-_TABLES = (*(n for n, dims in TENSORS.items() if "k" not in dims), "cu_seqlens_q", "cu_seqlens_k")
+_TABLES = (*(n for n, d in DIMENSIONS.items() if "k" not in d), "cu_seqlens_q", "cu_seqlens_k")
 
 
 @flattens
@@ -78,8 +78,8 @@ class MaskSpec(Flat):
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths of packed sequences.
         by_query: False if `bounds` restricts only key_begin and key_end. Dense forms of the mask
             then need no query dimension.
-        band: what `bounds` was computed from, as far as the host knows it; see masks/band.py. It is
-            not an argument of the ops.
+        band: the part of the mask that `bounds` expresses, if the host knows it; see masks/band.py.
+            It is not an argument of the ops.
         memo: cache of values derived from this spec, see `own_memo`; not an argument of the ops.
     """
 
@@ -177,7 +177,7 @@ _BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # ---- Mask -> MaskSpec ---------------------------------------------------------------------------
 
 
-def normalize(
+def spec_of_mask(
     mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int,
     device: torch.device,
 ) -> MaskSpec:  # fmt: skip
@@ -192,7 +192,7 @@ def normalize(
         return MaskSpec()
     shape = batch, num_heads, seqlen_q, seqlen_k
     key = shape, device
-    return recall(mask.memo, key, mask.tensors(), device, lambda: _normalize(mask, shape, device))
+    return recall(mask.memo, key, mask.tensors(), device, lambda: _convert(mask, shape, device))
 
 
 def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
@@ -220,7 +220,7 @@ def spec_of(
         try:
             spec = recall_eager(
                 attn_mask.memo, (shape, device), tensors, device,
-                lambda: _normalize(mask, shape, device),
+                lambda: _convert(mask, shape, device),
             )  # fmt: skip
         except ValueError:  # validation may report an error in an earlier argument instead
             return None
@@ -240,7 +240,7 @@ def spec_of(
     return MaskSpec(bias=attn_mask) if dtype in (query.dtype, torch.float32) else None
 
 
-def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
+def _convert(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
     mask = resolved(mask, shape, device)
     # Lengths, ids and slopes may also be on the CPU, where those given as lists are.

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable, is_compiling, savable, statistics_dtype
-from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import recall, recall_on_tensor
-from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
+from fused_attn.masks.spec import MaskSpec, bias_fits, spec_of_mask
 from fused_attn.masks.tensors import as_mask
 
 Shape = tuple[int, int, int, int]
@@ -54,7 +54,7 @@ def arguments_of(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
 
     def spec() -> MaskSpec:
-        made = normalize(as_mask(attn_mask, is_causal), *shape, query.device)
+        made = spec_of_mask(as_mask(attn_mask, is_causal), *shape, query.device)
         refuse_unknown_fields(made, "sdpa")
         if not bias_fits(made, query.dtype):
             raise ValueError  # caught below; validation raises it again, with a message
@@ -169,7 +169,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
     """Return True if every query row has a visible key, as known without reading tensor values."""
-    others = TENSORS.keys() - {"slopes"}  # slopes add to the scores, but mask nothing
+    others = DIMENSIONS.keys() - {"slopes"}  # slopes add to the scores, but mask nothing
     if any(getattr(spec, name) is not None for name in others):
         return False
     if spec.band_lo <= -UNLIMITED:

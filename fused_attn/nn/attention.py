@@ -1,4 +1,4 @@
-"""MultiheadAttention on the fused kernels, and conversion of torch.nn masks."""
+"""MultiheadAttention on the fused kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from fused_attn import functional, masks
 from fused_attn.call.handlers import heads
 from fused_attn.masks import Mask
-from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.masks.tensors import known_mask
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
+from fused_attn.nn.mask_terms import combine, mask_terms
 from fused_attn.nn.packing import Packing
 from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces
 from fused_attn.nn.weights import attention_with_weights
@@ -366,52 +365,6 @@ def _of_keys(packed: Tensor) -> Tensor:
     return packed[packed.shape[0] // 3 :]
 
 
-def mask_terms(
-    attn_mask: Tensor | Mask | None,
-    key_padding_mask: Tensor | None,
-    is_causal: bool,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-) -> tuple[list[Tensor | Mask], bool]:
-    """Convert the masks of torch.nn (True = ignore) to masks of fused_attn (True = visible).
-
-    Returns:
-        A tuple of the masks to combine and is_causal, which is True if a causal mask applies as
-        well. Each mask is a Mask, or a bool (True = visible) or float tensor that broadcasts to
-        (batch, num_heads, seqlen_q, seqlen_k).
-    """
-    terms: list[Tensor | Mask] = []
-    if key_padding_mask is not None:
-        _check_mask_type("key_padding_mask", key_padding_mask)
-        expected = (batch, seqlen_k)
-        shape = tuple(key_padding_mask.shape)
-        if shape != expected and not (batch == 1 and shape == (seqlen_k,)):
-            raise ValueError(f"key_padding_mask must have shape (N, S) = {expected}, got {shape}")
-        terms.append(_visible(key_padding_mask).reshape(batch, 1, 1, seqlen_k))
-    attn_mask = known_mask(attn_mask, (seqlen_q, seqlen_k))
-    if isinstance(attn_mask, Mask):
-        terms.append(attn_mask)
-    elif attn_mask is not None:
-        _check_mask_type("attn_mask", attn_mask)
-        if attn_mask.shape not in (
-            (seqlen_q, seqlen_k),
-            (batch * num_heads, seqlen_q, seqlen_k),
-        ):
-            raise ValueError(
-                f"attn_mask must have shape (L, S) = {(seqlen_q, seqlen_k)} or (N * num_heads, L, "
-                f"S) = {(batch * num_heads, seqlen_q, seqlen_k)}, got {tuple(attn_mask.shape)}"
-            )
-        # A mask that requires grad must be added to the scores to get a gradient, so it is never
-        # replaced by causal attention.
-        is_causal = not attn_mask.requires_grad and is_causal_mask(attn_mask, is_causal or None)
-        if not is_causal:
-            term = _visible(attn_mask)
-            terms.append(term if term.dim() == 2 else term.unflatten(0, (batch, num_heads)))
-    return terms, is_causal
-
-
 def on_heads_of(
     module: Any, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> Any:
@@ -420,31 +373,3 @@ def on_heads_of(
     if mesh is None:
         return attend(q, k, v, *args)
     return heads().on_heads(attend, mesh, q, k, v, *args)
-
-
-def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
-    """Combine the masks from `mask_terms` into one; return None if the list is empty."""
-    if len(terms) < 2:
-        return terms[0] if terms else None
-    combined = cast(Mask, masks.as_mask(terms[0]))
-    for term in terms[1:]:
-        combined = combined & cast(Mask, masks.as_mask(term))
-    return combined
-
-
-def _visible(mask: Tensor) -> Tensor:
-    """Convert a torch.nn mask tensor to the convention of fused_attn.
-
-    Bool masks are inverted, because True means ignore in torch.nn. Float masks are returned
-    unchanged.
-    """
-    return ~mask if mask.dtype == torch.bool else mask
-
-
-def _check_mask_type(name: str, mask: Tensor) -> None:
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        got = type(mask).__name__
-        if isinstance(mask, Tensor):
-            hint = "pass mask.bool() if 1 means ignore, or mask == 0 if 1 means attend"
-            got = f"{mask.dtype}: {hint}"
-        raise TypeError(f"{name} must be a bool or float tensor, got {got}")

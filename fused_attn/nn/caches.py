@@ -189,8 +189,8 @@ class DecoderCache:
         wanted = torch.arange(count, device=rows.device).repeat_interleave(group)
         if group * count != rows.numel() or not torch.equal(rows // before, wanted):
             raise ValueError(
-                "unless memories is given, rows must select the same number of sequences for each "
-                f"memory, in the order of the memories, got rows {rows.tolist()} for {count} "
+                "rows must select the same number of sequences of each memory, in the order of the "
+                f"memories, unless memories is given; got rows {rows.tolist()} for {count} "
                 f"memories with {before} sequences each"
             )
 

@@ -13,8 +13,9 @@ from fused_attn import masks
 from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn.attention import MultiheadAttention, combine, mask_terms
+from fused_attn.nn.attention import MultiheadAttention
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
+from fused_attn.nn.mask_terms import combine, mask_terms
 from fused_attn.nn.packing import Packing, can_pack, is_unmodified, outside_graphs, packing_of
 from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -95,7 +96,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         causal = is_causal_mask(mask, is_causal)
         packing = None
         if self.enable_nested_tensor and ignored is not None:
-            packing = outside_graphs(self._packing, src, mask, ignored, causal)
+            packing = outside_graphs(self._choose_packing, src, mask, ignored, causal)
         if packing is not None:
             packed = packing.pack(src)
             for layer in self.layers:
@@ -155,7 +156,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
             return infers
         return torch._nested_tensor_from_mask_left_aligned(src, ~ignored)
 
-    def _packing(
+    def _choose_packing(
         self, src: Tensor, mask: Tensor | Mask | None, ignored: Tensor, is_causal: bool
     ) -> Packing | None:
         """Return the packing of src, or None to keep src padded; arguments as in `forward`."""

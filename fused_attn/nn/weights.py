@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from fused_attn.call.attention import AttentionOptions, UncheckedAttention
-from fused_attn.call.handlers import handler_of
-from fused_attn.call.validation import checked_attention
 from fused_attn.masks import Mask
 from fused_attn.ops import dispatch
 
@@ -53,7 +51,4 @@ def attention_with_weights(
     """
     options = AttentionOptions(None, None, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, attn_mask, is_causal, True, options)
-    handler = handler_of(query)
-    if handler is not None:
-        return handler.attention_with_weights(call, average, backend)
-    return dispatch.run_weights(checked_attention(call)[0], average, backend)
+    return dispatch.attention_with_weights(call, average, backend)

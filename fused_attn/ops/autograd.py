@@ -24,20 +24,27 @@ from fused_attn.call.attention import (
     WeightsBackward,
 )
 from fused_attn.call.norm import NormBackward, NormCall, NormOutputs
-from fused_attn.ops import library as ops
-from fused_attn.ops.second_order import differentiated
+from fused_attn.ops import library
+from fused_attn.ops.second_order import with_second_order
 
 
 def attention(
-    call: AttentionCall, backend: Backend, outputs: AttentionOutputs | None, count: int
-) -> Any:
-    """Return the first `count` AttentionOutputs of a call, with gradients; out alone if it is 1.
+    call: AttentionCall, backend: Backend, outputs: AttentionOutputs | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse of a call, with gradients; lse is None without want_lse.
 
     Args:
         outputs: results of the forward if it has run; otherwise, it runs through its op.
     """
     call, tensors = _tracked(call)
-    return _Attention.apply(call, backend, outputs, count, *tensors)
+    results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *tensors)
+    return results if want_lse else (results, None)
+
+
+def attention_for_weights(call: AttentionCall, backend: Backend) -> tuple[Tensor, ...]:
+    """Return out, lse and lse_residual of a call, for `weights`; out and lse have gradients."""
+    call, tensors = _tracked(call)
+    return _Attention.apply(call, backend, None, 3, *tensors)
 
 
 def weights(
@@ -77,7 +84,7 @@ class _Attention(Function):
         *tensors: Tensor | None,
     ) -> Any:
         if outputs is None:
-            outputs = ops.attention_fwd(call, backend, True, True)
+            outputs = library.attention_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
         if count > 2:
             ctx.mark_non_differentiable(*outputs[2:count])
@@ -99,8 +106,8 @@ class _Attention(Function):
         if backend.accepts_unchecked and _runs_kernels(grad, grad_lse):
             grads = backend.attention_bwd(work)
         if grads is None:
-            grads = differentiated(
-                partial(ops.attention_bwd, work, backend), call, call.DIFFERENTIABLE,
+            grads = with_second_order(
+                partial(library.attention_bwd, work, backend), call, call.DIFFERENTIABLE,
                 (grad, grad_lse), reference.attention,
             )  # fmt: skip
         query, key, value, bias = grads
@@ -121,7 +128,7 @@ class _Weights(Function):
     ) -> Tensor:
         _save(ctx, lse, lse_residual, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
-        return ops.attention_weights(call, lse, lse_residual, average, backend)
+        return library.attention_weights(call, lse, lse_residual, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
@@ -129,12 +136,12 @@ class _Weights(Function):
         call, average = ctx.call.with_tensors(tensors), ctx.average
         needs_bias = _needs(ctx, _WEIGHTS_FIRST + _BIAS)
         work = WeightsBackward(call, lse, lse_residual, grad_weights, average, needs_bias)
-        run = partial(ops.attention_weights_bwd, work, ctx.backend)
+        run = partial(library.attention_weights_bwd, work, ctx.backend)
 
         def weights(call: AttentionCall) -> tuple[Tensor]:
             return (reference.attention_weights(call, average),)
 
-        grads = differentiated(run, call, ("query", "key", "bias"), (grad_weights,), weights)
+        grads = with_second_order(run, call, ("query", "key", "bias"), (grad_weights,), weights)
         by_name = {"query": grads[0], "key": grads[1]}
         if needs_bias:
             by_name["bias"] = grads[2]
@@ -153,7 +160,7 @@ class _Norm(Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         if outputs is None:
-            outputs = ops.norm_fwd(call, backend, True, True)
+            outputs = library.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
         # The backward kernel needs only the sum, which is input without residual and dropout.
         # Second-order gradients differentiate the reference, which needs input and residual.
@@ -193,12 +200,12 @@ def _norm_gradients(call: NormCall, work: NormBackward, backend: Backend) -> Any
         call: the call of the forward.
     """
     mean = None if work.mean is None else work.mean.contiguous()
-    run = partial(ops.norm_bwd, work._replace(mean=mean, rstd=work.rstd.contiguous()), backend)
+    run = partial(library.norm_bwd, work._replace(mean=mean, rstd=work.rstd.contiguous()), backend)
     # Without dropout, the gradients of input and residual both equal the gradient of the sum.
     dropped = call.options.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
-    return differentiated(run, call, names, (work.grad_out, work.grad_total), reference.norm)
+    return with_second_order(run, call, names, (work.grad_out, work.grad_total), reference.norm)
 
 
 def _by_norm_tensor(

@@ -27,8 +27,7 @@ from fused_attn.call.norm import NormCall, UncheckedNorm
 from fused_attn.call.options import with_options
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
-from fused_attn.ops import autograd
-from fused_attn.ops import library as ops
+from fused_attn.ops import autograd, library
 from fused_attn.ops.seeds import new_seed
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
@@ -106,48 +105,54 @@ def _try_unchecked(
     backend = backend_for_unchecked(call, call.query.device, named) if call.prepare() else None
     if backend is None:
         return None
-    spec = None if backend.differentiable else call.resolve_mask()
-    if spec is None and not backend.differentiable:
-        return None
-    # Written out, as in `_try_unchecked_norm`: needs_grad() takes 0.3 us longer.
-    trains = (
-        spec is not None
-        and torch.is_grad_enabled()
-        and (
+    trains = False
+    if not backend.differentiable:
+        spec = call.resolve_mask()
+        if spec is None:
+            return None
+        # Written out, as in `_try_unchecked_norm`: needs_grad() takes 0.3 us longer.
+        trains = torch.is_grad_enabled() and (
             call.query.requires_grad
             or call.key.requires_grad
             or call.value.requires_grad
             or (spec.bias is not None and spec.bias.requires_grad)
         )
-    )
-    packed = trains and spec is not None and spec.cu_seqlens_q is not None
-    own = call.with_batch() if packed else call
-    outputs = backend.attention_fwd(own, trains, want_lse)
+    packed = trains and call.is_packed
+    batched = call.with_batch() if packed else call
+    outputs = backend.attention_fwd(batched, trains, want_lse)
     if outputs is None:
         return None
     if counting:
         _count(backend, call.query, call.key, call.attn_mask)
     if not trains:
         return outputs.out, outputs.lse
-    results = autograd.attention(own.assume_checked(), backend, outputs, 2 if want_lse else 1)
-    out, lse = results if want_lse else (results, None)
+    out, lse = autograd.attention(batched.assume_checked(), backend, outputs, want_lse)
     return in_shape(out, lse, None) if packed else (out, lse)
 
 
 def run_attention(
     call: AttentionCall, backend: Backend, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a validated call on a backend and return out and lse, which may be None if not wanted."""
+    """Run a validated call on a backend; return out and lse, which may be None without want_lse."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
         assert outputs is not None  # validated calls are not refused
         return outputs[:2]
     if not needs_grad(*call.tensors()):
-        return ops.attention_fwd(call, backend, False, want_lse)[:2]
+        return library.attention_fwd(call, backend, False, want_lse)[:2]
     with_summaries(call.mask, backend.tile_summary)  # saved with the call, for the backward
-    results = autograd.attention(call, backend, None, 2 if want_lse else 1)
-    return results if want_lse else (results, None)
+    return autograd.attention(call, backend, None, want_lse)
+
+
+def attention_with_weights(
+    call: UncheckedAttention, average: bool, named: str | None
+) -> tuple[Tensor, Tensor]:
+    """Validate and run a call; return out and its attention weights."""
+    handler = handler_of(call.query)
+    if handler is not None:
+        return handler.attention_with_weights(call, average, named)
+    return run_weights(checked_attention(call)[0], average, named)
 
 
 def run_weights(call: AttentionCall, average: bool, named: str | None) -> tuple[Tensor, Tensor]:
@@ -161,15 +166,15 @@ def run_weights(call: AttentionCall, average: bool, named: str | None) -> tuple[
     trains = needs_grad(*call.tensors())
     if trains:
         with_summaries(call.mask, backend.tile_summary)
-        out, lse, lse_residual = autograd.attention(call, backend, None, 3)
+        out, lse, lse_residual = autograd.attention_for_weights(call, backend)
     else:
-        out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
+        out, lse, lse_residual, _ = library.attention_fwd(call, backend, True, True)
     # Detach lse: the gradient of the weights with respect to query, key and bias already includes
     # the path through lse.
     lse = lse.detach()
     if trains:
         return out, autograd.weights(call, lse, lse_residual, average, backend)
-    return out, ops.attention_weights(call, lse, lse_residual, average, backend)
+    return out, library.attention_weights(call, lse, lse_residual, average, backend)
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
@@ -242,7 +247,7 @@ def run_norm(call: NormCall, want_total: bool, named: str | None) -> tuple[Tenso
     elif needs_grad(*call.tensors()):
         out, total = autograd.norm(call, backend, None)
     else:
-        out, total = ops.norm_fwd(call, backend, False, want_total)[:2]
+        out, total = library.norm_fwd(call, backend, False, want_total)[:2]
     return out, total if call.has_total else call.input
 
 

@@ -26,13 +26,13 @@ from fused_attn.call.attention import (
 from fused_attn.call.norm import NormBackward, NormCall, NormGradients, NormOutputs
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_heads, check_length
-from fused_attn.masks.fields import TENSORS
+from fused_attn.masks.fields import DIMENSIONS
 from fused_attn.masks.tables import WORD
 from fused_attn.ops import decompositions, flops, seeds
 
 
 def accepted(results: Any) -> Any:
-    """Return the results of a pass, which a backend refuses only if the call is no longer valid."""
+    """Return the results of a pass; raise ValueError if they are None: the call is invalid now."""
     if results is None:
         raise ValueError(
             "the tensors of a validated call no longer fit together: a saved-tensor hook or another"
@@ -228,7 +228,7 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
 
 
 def _checked_attention(call: AttentionCall) -> AttentionCall:
-    """Check a call of an op, and return it in the layout that kernels read."""
+    """Validate a call of an op, and return its `kernel_layout`."""
     query, key, value, spec = call.query, call.key, call.value, call.mask
     if not query.dim() == key.dim() == value.dim() == 4:
         got = _shapes(query, key, value)
@@ -257,7 +257,7 @@ def _checked_attention(call: AttentionCall) -> AttentionCall:
             raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},), got {got}")
     sizes: dict[str, Any] = {"b": batch, "h": num_heads, "q": seqlen_q, "k": seqlen_k}
     sizes["w"] = -(-seqlen_k // WORD)
-    for name, dims in TENSORS.items():
+    for name, dims in DIMENSIONS.items():
         tensor = getattr(spec, name)
         if tensor is None:
             continue
@@ -342,19 +342,22 @@ def _fake_norm_bwd(call: NormCall, *rest: Any) -> Any:
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _register(name: str, call: type[Flat], parameters: str, returns: str) -> None:
+def _register(
+    name: str, call: type[Flat], run: Any, fake: Any, parameters: str, returns: str
+) -> None:
     """Register an op, with its fake implementation and its vmap rule.
 
     The arguments of the op are the fields of the flattened call, `parameters`, and the name of the
-    backend. The implementations _run_<name> and _fake_<name> receive the call as one object.
+    backend.
 
     Args:
         name: name of the op.
         call: class of the call.
+        run, fake: implementation and fake implementation, which receive the call as one object.
         parameters: further parameters, in schema syntax, each followed by ", ".
         returns: results, in schema syntax.
     """
-    run, fake, size = globals()[f"_run_{name}"], globals()[f"_fake_{name}"], len(call.NAMES)
+    size = len(call.NAMES)
 
     def unflatten(function: Any) -> Any:
         def of_flat(*values: Any) -> Any:
@@ -392,12 +395,16 @@ def _vmap_rule(op: Any) -> Any:
 _register(
     "attention_fwd",
     AttentionCall,
+    _run_attention_fwd,
+    _fake_attention_fwd,
     "bool for_backward, bool want_lse, ",
     "(Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual)",
 )
 _register(
     "attention_bwd",
     AttentionCall,
+    _run_attention_bwd,
+    _fake_attention_bwd,
     "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, "
     "Tensor? grad_lse, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
@@ -405,24 +412,32 @@ _register(
 _register(
     "attention_weights",
     AttentionCall,
+    _run_attention_weights,
+    _fake_attention_weights,
     "Tensor lse, Tensor lse_residual, bool average, ",
     "Tensor",
 )
 _register(
     "attention_weights_bwd",
     AttentionCall,
+    _run_attention_weights_bwd,
+    _fake_attention_weights_bwd,
     "Tensor lse, Tensor lse_residual, Tensor grad_weights, bool average, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_bias)",
 )
 _register(
     "norm_fwd",
     NormCall,
+    _run_norm_fwd,
+    _fake_norm_fwd,
     "",
     "(Tensor out, Tensor total, Tensor mean, Tensor rstd)",
 )
 _register(
     "norm_bwd",
     NormCall,
+    _run_norm_bwd,
+    _fake_norm_bwd,
     "Tensor mean, Tensor rstd, Tensor grad_out, Tensor? grad_total, bool needs_weight, "
     "bool needs_bias, ",
     "(Tensor grad_input, Tensor grad_total_sum, Tensor grad_weight, Tensor grad_bias)",

@@ -19,14 +19,14 @@ Names = tuple[str | None, ...]
 Reference = Callable[[Any], Sequence[Tensor]]
 
 
-def differentiated(
+def with_second_order(
     run: Callable[[], tuple[Tensor, ...]],
     call: Flat,
     names: Names,
     grad_outputs: tuple[Tensor | None, ...],
     function: Reference,
 ) -> tuple[Any, ...]:
-    """Return the gradients run(), as differentiable tensors if create_graph=True.
+    """Return run(). With create_graph=True, its results can be differentiated again.
 
     Args:
         run: computes the gradients of function(call) for grad_outputs with kernels.

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.backends.registry import wanted_backend
 from fused_attn.base import small_calls
 from fused_attn.base.autocast import any_autocast
-from fused_attn.base.torch_state import TENSORS, is_compiling, needs_grad
+from fused_attn.base.torch_state import TENSOR_TYPES, is_compiling, needs_grad
 
 
 def layer_norm(
@@ -31,7 +31,7 @@ def layer_norm(
     Returns:
         None if our kernels are faster or the arguments need validation.
     """
-    if is_compiling() or type(input) not in TENSORS:
+    if is_compiling() or type(input) not in TENSOR_TYPES:
         return None
     count, limits = input.numel(), small_calls.limits
     if count > limits.norm_training or wanted_backend():

@@ -21,7 +21,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 from fused_attn.tools import contract, timing
 from fused_attn.tools.cases import (
     DTYPES,
@@ -138,7 +138,7 @@ def measure(
         sample_sequences = packed_sequences(shape, device, sample.batch)
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
-        mask=normalize(own_mask, *shape.scores, there).kind, seqlen_k=shape.seqlen_k,
+        mask=spec_of_mask(own_mask, *shape.scores, there).kind, seqlen_k=shape.seqlen_k,
         bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
         dropout=dropout_p > 0, needs_grad=backward,
         packed=packed,

@@ -15,7 +15,7 @@ from fused_attn import masks
 from fused_attn.call.packed import cumulative
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SCORES = 2**22  # eager attention materializes the scores of a checked call, also in float64
@@ -265,7 +265,7 @@ def tensors_of(
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     """
     device = torch.empty(0, device=device).device  # with an index, as the tensors have it
-    spec = normalize(mask, *shape.scores, device)
+    spec = spec_of_mask(mask, *shape.scores, device)
     visible, bias = materialize(spec, *shape.scores, device, dtype)
     if visible is not None:
         first = visible[:, :, :1]

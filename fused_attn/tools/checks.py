@@ -29,7 +29,7 @@ from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.decode import decode_attention
 from fused_attn.functional import varlen_attention
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.tools import contract
 from fused_attn.tools.cases import (
@@ -236,7 +236,7 @@ class PartialCheck(AttentionCheck):
         options = AttentionOptions(shape.head_dim**-0.5, softcap, decoding=not self.gradients)
 
         def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            spec = normalize(mask, *shape.scores, query.device)
+            spec = spec_of_mask(mask, *shape.scores, query.device)
             return _of_two_parts(AttentionCall(query, key, value, spec, options), self.gradients)
 
         return merged
@@ -413,7 +413,7 @@ def _of_two_parts(call: AttentionCall, gradients: bool) -> Tensor:
 def _kind(mask: str, seqlen_q: int, seqlen_k: int) -> str:
     """Return `MaskSpec.kind` of a mask, which does not depend on the batch and the heads."""
     shape = Shape(1, 1, 1, seqlen_q, seqlen_k, 8)
-    return normalize(make_mask(mask, shape), *shape.scores, torch.device("cpu")).kind
+    return spec_of_mask(make_mask(mask, shape), *shape.scores, torch.device("cpu")).kind
 
 
 def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:

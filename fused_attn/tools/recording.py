@@ -150,13 +150,13 @@ class Recorder:
 
     def _record_packing(self, stack: Any) -> None:
         """Record the packing of a stack, which `_relu` applies to signs of the padded batch."""
-        packing_of = stack._packing
+        choose = stack._choose_packing
 
         def recording_packing(*args: Any) -> Packing | None:
-            self._packing = packing_of(*args)
+            self._packing = choose(*args)
             return self._packing
 
-        stack._packing = recording_packing
+        stack._choose_packing = recording_packing
 
 
 def device_of(model: Module) -> torch.device:

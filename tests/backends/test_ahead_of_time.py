@@ -25,7 +25,7 @@ from fused_attn.backends.triton.tuning import WIDTHS
 from fused_attn.call.attention import AttentionBackward, AttentionCall, AttentionOptions
 from fused_attn.call.norm import NormBackward, NormCall, NormOptions
 from fused_attn.call.options import with_options
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 BACKEND = get_backend("triton")
 
@@ -62,12 +62,12 @@ def attention(
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
     key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
     value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
-    spec = normalize(mask, BATCH, HEADS, seqlen_q, LENGTH, query.device)
+    spec = spec_of_mask(mask, BATCH, HEADS, seqlen_q, LENGTH, query.device)
     if packed:
         cu_seqlens = torch.tensor([0, 100, LENGTH])
         query, key, value = query[:1], key[:1], value[:1]
         spec = replace(
-            normalize(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query.device),
+            spec_of_mask(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query.device),
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
             max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
         )  # fmt: skip
@@ -178,7 +178,7 @@ def test_lengths_do_not_recompile_kernels():
         query = torch.empty(BATCH, HEADS, seqlen_q, 64, dtype=torch.bfloat16)
         key = torch.empty(BATCH, HEADS, seqlen_k, 64, dtype=torch.bfloat16)
         mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
-        spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query.device)
+        spec = spec_of_mask(mask, BATCH, HEADS, seqlen_q, seqlen_k, query.device)
         with compiling_for("sm_90") as kernels:
             BACKEND.attention_fwd(
                 AttentionCall(query, key, key, spec, AttentionOptions(0.1)), False, True
@@ -199,7 +199,7 @@ def test_lengths_do_not_recompile_kernels():
 def test_weights(dtype, name, arch):
     query = torch.empty(BATCH, HEADS, LENGTH, 128, dtype=dtype)
     lse, seed = torch.empty(BATCH, HEADS, LENGTH), torch.zeros((), dtype=torch.int64)
-    spec = normalize(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query.device)
+    spec = spec_of_mask(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query.device)
     call = AttentionCall(query, query, query, spec, AttentionOptions(0.1, 0.0, 0.1, seed))
     with compiling_for(arch) as kernels:
         for average in (False, True):

@@ -17,7 +17,7 @@ from mask_draws import mask_of, visible_of
 
 import fused_attn
 from fused_attn import masks
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +65,7 @@ def drawn(number, with_alibi):
         query, key = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key))
     hidden = None
     if padding is not None:
-        hidden = ~visible_of(normalize(padding, *shape, query.device), shape)[:, 0].any(1)
+        hidden = ~visible_of(spec_of_mask(padding, *shape, query.device), shape)[:, 0].any(1)
     return (query, key, value), {"attn_mask": mask, "enable_gqa": True, "scale": 0.3}, hidden
 
 

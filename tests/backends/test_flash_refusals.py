@@ -18,7 +18,7 @@ from fused_attn.backends import AttentionProblem, denylist, flash, get_backend, 
 from fused_attn.backends.flash import engines
 from fused_attn.backends.problem import NormProblem
 from fused_attn.masks.band import Band, band_of
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 FLASH = get_backend("flash")
 
@@ -134,7 +134,7 @@ def test_masks_other_than_bands(install):
     ids = torch.arange(8) // 4
     both = masks.sliding_window(2, 0) & masks.sliding_window(3, 3, "bottom_right")
     for mask in (masks.prefix_lm([3, 8]), masks.documents(ids), both & lengths):
-        assert band_of(normalize(mask, 2, 2, 8, 8, query.device)) is None
+        assert band_of(spec_of_mask(mask, 2, 2, 8, 8, query.device)) is None
         with pytest.raises(NotImplementedError, match=OTHER_MASK):
             fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
     starts = torch.tensor([0, 8, 16])

@@ -29,7 +29,7 @@ from fused_attn.backends.flex import operands as operands_file
 from fused_attn.backends.flex.functions import attend, mask_function, score_function
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize, spec_of
+from fused_attn.masks.spec import spec_of, spec_of_mask
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def problem(number):
         if draw.random() < 0.4:
             sizes = [draw.choice([1, size]) for size in shape]
             mask = mask & masks.bias(torch.randn(*sizes, generator=generator))
-        spec = normalize(mask, *shape, torch.device("cpu"))
+        spec = spec_of_mask(mask, *shape, torch.device("cpu"))
     batch, heads, seqlen_q, seqlen_k = shape
     query = torch.randn(batch, heads, seqlen_q, 16)
     key, value = torch.randn(2, batch, heads_kv, seqlen_k, 16)
@@ -240,7 +240,7 @@ def test_compilations_are_bounded(monkeypatch):
                 query,
                 key,
                 key,
-                normalize(MASKS[name](*shape), *shape, query.device),
+                spec_of_mask(MASKS[name](*shape), *shape, query.device),
                 AttentionOptions(0.25),
             )
             with torch.no_grad():
@@ -394,7 +394,7 @@ def test_large_scores_are_counted():
     call = problem(0)
     there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
     there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
-    there = replace(there, mask=normalize(None, 2, 8, 4096, 4096, there.query.device))
+    there = replace(there, mask=spec_of_mask(None, 2, 8, 4096, 4096, there.query.device))
     for cap, result, expected in ((0.0, "out", False), (5.0, "out", True), (0.0, "lse", True)):
         options = AttentionOptions(0.1, cap)
         assert problem_of(replace(there, options=options), result).large_scores == expected

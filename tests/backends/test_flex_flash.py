@@ -19,7 +19,7 @@ from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.packed import packed_spec
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 packing = pytest.importorskip(
     "torch._inductor.kernel.flex.interval_mask_packing", reason="reason: needs torch 2.13"
@@ -92,7 +92,7 @@ def operands_of(mask, batch):
         like = query[0].transpose(0, 1)
         spec = packed_spec(like, like, starts, starts, 150, 150, masks.causal(), False)
     else:
-        spec = normalize(mask, batch, 2, 300, 300, query.device)
+        spec = spec_of_mask(mask, batch, 2, 300, 300, query.device)
     call = AttentionCall(query, query, query, spec, AttentionOptions(0.25))
     return variant_of(call, False)
 

@@ -19,7 +19,7 @@ from fused_attn import masks
 from fused_attn.backends import reference
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.packed import packed_spec
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 triton = pytest.importorskip("triton")
 if not torch.__version__.startswith("2.13.") or not triton.__version__.startswith("3.6."):
@@ -82,7 +82,7 @@ class Problem:
             spec = packed_spec(*like, starts, starts, longest, longest, mask, False)
         else:
             shape = (*query.shape[:3], key.shape[2])
-            spec = normalize(mask, *shape, query.device)
+            spec = spec_of_mask(mask, *shape, query.device)
         return AttentionCall(*tensors.values(), spec, AttentionOptions(0.25, self.softcap))
 
     def leaves(self, call):

@@ -27,7 +27,7 @@ from fused_attn.backends.triton.tiles import query_tiles
 from fused_attn.call.attention import AttentionOptions
 from fused_attn.call.validation import attention_call
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 from fused_attn.masks.tables import without_tables
 
 SHAPE = (3, 2, 77, 300)  # batch, num_heads, seqlen_q, seqlen_k
@@ -66,12 +66,12 @@ def test_kinds_where_a_key_mask_hides_whole_tiles():
 
 
 def check_kinds(mask):
-    spec = without_tables(normalize(mask, *SHAPE, torch.device("cpu")), SHAPE[3])
+    spec = without_tables(spec_of_mask(mask, *SHAPE, torch.device("cpu")), SHAPE[3])
     wanted, (block_m, block_n) = tile_kinds(spec, *SHAPE, torch.float32)
     # The CPU may classify a shorter last block as full, because it loads no keys beyond the end.
     ragged = torch.arange(wanted.shape[3]) * block_n + block_n > SHAPE[3]
     wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
-    spec = normalize(mask.to(DEVICE), *SHAPE, DEVICE)
+    spec = spec_of_mask(mask.to(DEVICE), *SHAPE, DEVICE)
     spec = without_tables(spec, SHAPE[3])
     got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), block_m, block_n, DEVICE).cpu()
     assert torch.equal(got.expand_as(wanted), wanted)
@@ -136,7 +136,7 @@ def test_columns_of_tiles_agree_with_rows(names):
     """
     block_m, block_n = 16, 32
     mask = combined(names, SHAPE).to(DEVICE)
-    spec = normalize(mask, *SHAPE, DEVICE)
+    spec = spec_of_mask(mask, *SHAPE, DEVICE)
     sizes = sizes_of(spec, SHAPE)
     rows = attention.tile_kinds(spec, sizes, block_m, block_n, DEVICE)[:, 0]
     kinds = torch.full_like(rows, 9)

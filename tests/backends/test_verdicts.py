@@ -29,7 +29,7 @@ from fused_attn.backends import (
 )
 from fused_attn.backends.verdicts import ClassVerdict, ProblemClass
 from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 from fused_attn.ops import dispatch
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 
@@ -188,7 +188,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
     mask = make_mask(name, shape)
     call = UncheckedAttention(query, key, value, mask, False, True, AttentionOptions(None, None))
     assert call.prepare() and call.resolve_mask() is not None
-    spec = normalize(mask, 2, 4, 30, 40, query.device)
+    spec = spec_of_mask(mask, 2, 4, 30, 40, query.device)
     assert problem_of(call.assume_checked()) == problem_of(
         AttentionCall(query, key, value, spec, AttentionOptions(1.0))
     )

@@ -19,7 +19,7 @@ from fused_attn.distributed.balance import imbalance, work_of_ranks
 from fused_attn.distributed.plan import plan_of
 from fused_attn.distributed.sharding import MAX_RUNS
 from fused_attn.distributed.visible_keys import VisibleKeys
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 LENGTH, LONGEST = 2**20, 2**17  # tokens of a sequence, and of a document at most (as Llama 3.1)
 LIMIT = 1.05  # largest work of a rank, relative to the mean of all ranks
@@ -41,7 +41,7 @@ def packed_documents(lengths):
 
 
 def work_of(mask, length, batch=1):
-    spec = normalize(mask, batch, 1, length, length, torch.device("cpu"))
+    spec = spec_of_mask(mask, batch, 1, length, length, torch.device("cpu"))
     return VisibleKeys(spec, (batch, 1, length, length)).work
 
 
@@ -127,7 +127,7 @@ def test_keys_of_the_same_document_stay_together():
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
     visible = VisibleKeys(
-        normalize(mask, 1, 1, 2**16, 2**16, torch.device("cpu")), (1, 1, 2**16, 2**16)
+        spec_of_mask(mask, 1, 1, 2**16, 2**16, torch.device("cpu")), (1, 1, 2**16, 2**16)
     )
 
     def received(sharding):

@@ -18,13 +18,13 @@ from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.intervals import intervals_of
 from fused_attn.masks.materialize import materialize, sizes_of
 from fused_attn.masks.restrict import of_heads, of_positions, split_at_overlap, without_first_keys
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 CPU = torch.device("cpu")
 
 
 def spec_of(mask, shape):
-    return normalize(mask, *shape, torch.device("cpu"))
+    return spec_of_mask(mask, *shape, torch.device("cpu"))
 
 
 def dense_of(spec, batch, heads, seqlen_q, seqlen_k):

@@ -33,7 +33,7 @@ from fused_attn.integrations.transformers.mask_functions import attention_mask  
 from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E402
 from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
-from fused_attn.masks.spec import normalize  # noqa: E402
+from fused_attn.masks.spec import spec_of_mask  # noqa: E402
 
 # attention_mask finds the model of a config only if the model's module has been imported.
 for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
@@ -92,7 +92,7 @@ def dense_of(mask, shape=SHAPE):
     if isinstance(mask, ModelMask):
         assert mask.shape == shape
         mask = mask.content()
-    spec = normalize(masks.as_mask(mask), *shape, torch.device("cpu"))
+    spec = spec_of_mask(masks.as_mask(mask), *shape, torch.device("cpu"))
     visible, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
     return visible.expand(shape)

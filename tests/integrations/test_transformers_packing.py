@@ -158,7 +158,7 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
     fused(**call)
     assert seen == [(BATCH, LENGTH, 32)]
-    assert packings == [None]  # the call with a hook did not call _packing
+    assert packings == [None]  # the call with a hook did not call _choose_packing
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,17 @@ def test_masks_elsewhere_are_not_looked_at(compared):
 def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
     """All steps and layers share one comparison of a mask, and attention receives a causal band."""
     attended = []
-    normalize = validation.normalize
+    original = validation.spec_of_mask
 
     def spy(mask, *args):
         attended.append(mask)
-        return normalize(mask, *args)
+        return original(mask, *args)
 
     def spy_unchecked(mask, is_causal, *args):
         attended.append(masks.causal() if is_causal else mask)
         return spec_of(mask, is_causal, *args)
 
-    monkeypatch.setattr(validation, "normalize", spy)
+    monkeypatch.setattr(validation, "spec_of_mask", spy)
     for module in (attention, validation):
         monkeypatch.setattr(module, "spec_of", spy_unchecked)
     x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)

@@ -29,9 +29,9 @@ from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.base import philox
 from fused_attn.call.attention import AttentionCall, AttentionOptions
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 from fused_attn.nn.weights import attention_with_weights
-from fused_attn.ops import library as ops
+from fused_attn.ops import library
 
 AVERAGE = pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 
@@ -205,10 +205,10 @@ def test_opcheck(options, average, backend):
     mask = masks.causal()
     if "bias" in options:
         mask = mask & masks.bias(torch.randn(4, 20, 70, device=device))
-    spec = normalize(mask, 2, 4, 20, 70, query.device)
+    spec = spec_of_mask(mask, 2, 4, 20, 70, query.device)
     seed = philox.new_seed(device) if dropout_p else None
     call = AttentionCall(query, key, value, spec, AttentionOptions(0.25, 0.0, dropout_p, seed))
-    _, lse, lse_residual, _ = ops.attention_fwd(call, get_backend(backend), True, True)
+    _, lse, lse_residual, _ = library.attention_fwd(call, get_backend(backend), True, True)
     args = (*call.flat(), lse, lse_residual)
     torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
     grad = torch.randn(call.weights_shape(average), device=device)
@@ -311,9 +311,9 @@ def test_weights_come_from_a_second_op(monkeypatch):
     """With need_weights=True, the default, a second op returns weights; the output is unchanged."""
     calls = []
     for name in ("attention_fwd", "attention_weights"):
-        real = getattr(ops, name)
+        real = getattr(library, name)
         monkeypatch.setattr(
-            ops, name, lambda *a, real=real, name=name: calls.append(name) or real(*a)
+            library, name, lambda *a, real=real, name=name: calls.append(name) or real(*a)
         )
     ours = fnn.MultiheadAttention(EMBED, HEADS)
     x = torch.randn(40, 2, EMBED)

@@ -16,7 +16,7 @@ from fused_attn import Mask, _cpu, masks
 from fused_attn import functional as F
 from fused_attn.backends import get_backend
 from fused_attn.masks import memo
-from fused_attn.masks.spec import normalize, with_summaries
+from fused_attn.masks.spec import spec_of_mask, with_summaries
 
 
 def qkv(*shape, dtype=torch.float32):
@@ -221,7 +221,7 @@ def test_threads_that_share_a_mask_share_one_summary():
         return summarize(backend, tensor)
 
     mask = masks.dense(torch.rand(1, 1, 96, 96) > 0.5)
-    spec = normalize(mask, 1, 2, 96, 96, torch.device("cpu"))
+    spec = spec_of_mask(mask, 1, 2, 96, 96, torch.device("cpu"))
     seen = []
     work = [threading.Thread(target=lambda: seen.append(with_summaries(spec, wait).dense_summary))]
     work.append(threading.Thread(target=work[0]._target))

@@ -16,7 +16,7 @@ from helpers import (
 )
 from mask_cases import FIELDS, MASKS
 
-from fused_attn import decode, decode_attention, masks
+from fused_attn import decode_attention, masks
 from fused_attn import functional as F
 from fused_attn.backends import get_backend
 from fused_attn.backends.verdicts import WIDTHS
@@ -200,6 +200,6 @@ def test_pages(size, isa, dtype, monkeypatch):
         for mask in (None, window):
             expected = decode_attention(query, *caches, attn_mask=mask, **options)
             with monkeypatch.context() as patch:
-                patch.setattr(decode, "contiguous_rows", None)
+                patch.setattr("fused_attn.ops.decode.contiguous_rows", None)
                 got = decode_attention(query, *pages, attn_mask=mask, block_table=junk, **options)
             assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

@@ -16,11 +16,11 @@ from helpers import (
 from mask_cases import MASKS
 
 import fused_attn
-from fused_attn import decode as decoding
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend
 from fused_attn.call import handlers
+from fused_attn.ops import decode as decoding
 
 CAPACITY, PAGE = 304, 16
 # Number of new positions -> lengths before the step: empty, short, and filling the cache after it.
@@ -176,6 +176,18 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
     versions = [t._version for t in cache.before]
     cache.attend(query, None, backend)
     assert [t._version for t in cache.before] == [v + 1 for v in versions]
+
+
+def test_the_problem_of_pages_has_all_their_keys(monkeypatch):
+    """Backends are selected by the capacity of the cache, not by the size of a page."""
+    problems = []
+    monkeypatch.setattr(decoding, "select", lambda problem, _: problems.append(problem))
+    monkeypatch.setattr(decoding, "_attend", lambda *_: (None, None))
+    for layout in ("whole", "pages"):
+        tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
+        query, key, value = tensors.values()
+        Cache(key, value, LENGTHS[1], 1, layout).attend(query, masks.sliding_window(9), None)
+    assert [p.seqlen_k for p in problems] == [CAPACITY, CAPACITY]
 
 
 @pytest.mark.parametrize("spare", [0, 2])

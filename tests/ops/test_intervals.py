@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from fused_attn import masks
 from fused_attn.masks.intervals import block_lists, intervals_of, unmasked_keys
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 CPU, INF = torch.device("cpu"), float("inf")
 
@@ -78,7 +78,7 @@ def test_structured_masks(start):
     for number in range(start, start + 100):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))
-        spec = normalize(drawn_mask(number, STRUCTURED, shape), *shape, torch.device("cpu"))
+        spec = spec_of_mask(drawn_mask(number, STRUCTURED, shape), *shape, torch.device("cpu"))
         intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
         assert intervals.exact
         assert torch.equal(elements_of(intervals, shape), visible), number
@@ -96,7 +96,7 @@ def test_other_masks(start):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2]), 2, draw.randint(1, 100), draw.randint(1, 100))
         kinds = (*OTHERS, *draw.sample(STRUCTURED, 2))
-        spec = normalize(drawn_mask(number, kinds, shape), *shape, torch.device("cpu"))
+        spec = spec_of_mask(drawn_mask(number, kinds, shape), *shape, torch.device("cpu"))
         intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
         assert torch.equal(elements_of(intervals, shape), visible), number
         check_blocks(intervals, visible, draw.choice([(16, 16), (32, 16)]), exact=intervals.exact)
@@ -123,7 +123,7 @@ def test_long_sequences(kind):
     if kind == "documents":
         mask = mask & masks.documents(torch.arange(length)[None] // 700)
     shape = (1, 1, length, length)
-    spec = normalize(mask, *shape, torch.device("cpu"))
+    spec = spec_of_mask(mask, *shape, torch.device("cpu"))
     seconds = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -142,7 +142,7 @@ def test_no_values_are_read():
     lengths = torch.empty(1, dtype=torch.long, device=device)
     mask = masks.causal() & masks.documents(ids) & masks.padding(lengths)
     shape = (1, 2, 64, 64)
-    intervals = intervals_of(normalize(mask, *shape, device), shape, device)
+    intervals = intervals_of(spec_of_mask(mask, *shape, device), shape, device)
     assert not intervals.exact
     assert block_lists(intervals, (16, 16)).kv_indices.shape == (1, 1, 4, 4)
     assert unmasked_keys(intervals, 1).device.type == "meta"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_attn.masks import band, intervals, restrict, torch_arguments
-from fused_attn.masks.fields import KNOWN, TENSORS
+from fused_attn.masks.fields import DIMENSIONS, KNOWN
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 from fused_attn.masks.tables import TABLES
@@ -43,10 +43,10 @@ def test_refused(name):
         reader(New(band_hi=0, gates=torch.ones(2)))
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", DIMENSIONS)
 def test_triton_reads_or_refuses_each_tensor(name):
     sizes = {"b": 2, "h": 3, "q": 5, "k": 7, "w": 1}
-    shape = [int(d) if d.isdigit() else sizes[d.lower()] for d in TENSORS[name]]
+    shape = [int(d) if d.isdigit() else sizes[d.lower()] for d in DIMENSIONS[name]]
     tensor = torch.zeros(shape, dtype=torch.bool if "mask" in name else torch.int64)
     if name in TABLES:
         with pytest.raises(NotImplementedError, match="tables of masks"):
@@ -72,7 +72,7 @@ def test_flash_gets_no_band():
 
 def test_the_tables_are_complete():
     names = {field.name for field in fields(MaskSpec)}
-    assert names == KNOWN and set(TENSORS) < names
+    assert names == KNOWN and set(DIMENSIONS) < names
     text = (Path(__file__).parents[2] / "csrc/fields/mask.inc").read_text()
-    assert dict(re.findall(r"(\w+), \"(\w+)\"\)", text)) == TENSORS
-    assert len(TENSORS["bounds"]) == 2 and int(TENSORS["bounds"][1]) == len(BOUNDS)
+    assert dict(re.findall(r"(\w+), \"(\w+)\"\)", text)) == DIMENSIONS
+    assert len(DIMENSIONS["bounds"]) == 2 and int(DIMENSIONS["bounds"][1]) == len(BOUNDS)

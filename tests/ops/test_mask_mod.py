@@ -13,7 +13,7 @@ import fused_attn
 from fused_attn import masks
 from fused_attn.masks import mask_mod as module
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -52,7 +52,7 @@ MODS = {
 
 def visible_by(mask, *sizes):
     """Return the kind of a mask, and its visible positions."""
-    spec = normalize(mask, *sizes, torch.device("cpu"))
+    spec = spec_of_mask(mask, *sizes, torch.device("cpu"))
     visible, _ = materialize(spec, *sizes, torch.device("cpu"), torch.float32)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
     kind = "keys" if spec.kind == "dense" and spec.dense is spec.bits is None else spec.kind
@@ -80,7 +80,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 @pytest.mark.parametrize(("name", "heads"), [("windows of heads", H), ("table", H), ("dilated", 1)])
 def test_tables(name, heads):
     """Tables have several heads only if mask_mod depends on the head; on CUDA, masks are dense."""
-    spec = normalize(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.device("cpu"))
+    spec = spec_of_mask(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.device("cpu"))
     table = spec.intervals if spec.bits is None else spec.bits
     assert table.shape[:2] == (1, heads)
     shape = (1, heads, LQ, LK)

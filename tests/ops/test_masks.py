@@ -15,7 +15,7 @@ from fused_attn import masks
 from fused_attn.distributed.checksum import checksum
 from fused_attn.masks.mask import _mapped
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 BATCH, HEADS, LEN_Q, LEN_K = 2, 2, 6, 9
 
@@ -115,7 +115,7 @@ def expected_of(visible):
 def test_visible_as_documented(name):
     mask, visible = CASES[name]
     shape = (BATCH, HEADS, LEN_Q, LEN_K)
-    spec = normalize(mask, *shape, torch.device("cpu"))
+    spec = spec_of_mask(mask, *shape, torch.device("cpu"))
     got, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
     assert torch.equal(got.expand(shape), expected_of(visible))
@@ -126,7 +126,7 @@ def test_visible_as_documented(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_is_not_copied(dtype):
     bias = torch.zeros(LEN_Q, LEN_K, dtype=dtype)
-    spec = normalize(masks.bias(bias), BATCH, HEADS, LEN_Q, LEN_K, torch.device("cpu"))
+    spec = spec_of_mask(masks.bias(bias), BATCH, HEADS, LEN_Q, LEN_K, torch.device("cpu"))
     assert spec.bias.data_ptr() == bias.data_ptr()
 
 
@@ -163,7 +163,7 @@ def test_kernels_see_what_is_documented(name, backend):
 def test_alibi_as_documented(align):
     mask = masks.alibi(SLOPES.tolist(), align)
     shape = (BATCH, HEADS, LEN_Q, LEN_K)
-    spec = normalize(mask, *shape, torch.device("cpu"))
+    spec = spec_of_mask(mask, *shape, torch.device("cpu"))
     _, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     for b in range(BATCH):
         for h in range(HEADS):
@@ -223,7 +223,7 @@ def test_lengths_and_ids_may_be_on_the_cpu():
     mask &= masks.documents(IDS_Q, IDS_K)
     mixed = masks.documents(IDS_Q, torch.zeros(BATCH, LEN_K, dtype=torch.int64, device="meta"))
     for given in (mask, mixed):
-        spec = normalize(given, BATCH, HEADS, LEN_Q, LEN_K, query.device)
+        spec = spec_of_mask(given, BATCH, HEADS, LEN_Q, LEN_K, query.device)
         found = [getattr(spec, field.name) for field in fields(spec)]
         assert {t.device.type for t in found if isinstance(t, torch.Tensor)} == {"meta"}
 

@@ -20,7 +20,7 @@ from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.masks import spec as mask_spec
 from fused_attn.nn.weights import attention_with_weights
-from fused_attn.ops import library as ops
+from fused_attn.ops import library
 
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 
@@ -32,7 +32,7 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
     if bias:
         own = masks.bias(torch.randn(4, *SHAPE[3:], device=there))
         whole = own if whole is None else whole & own
-    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query.device)
+    spec = mask_spec.spec_of_mask(whole, 2, 4, *SHAPE[3:], query.device)
     seed = philox.new_seed(there) if dropout_p else None
     return AttentionCall(query, key, value, spec, AttentionOptions(0.25, softcap, dropout_p, seed))
 
@@ -66,7 +66,7 @@ def test_opcheck_attention(options, backend):
         torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), *options))
     if not for_backward:
         return
-    outputs = ops.attention_fwd(call, get_backend(backend), True, True)
+    outputs = library.attention_fwd(call, get_backend(backend), True, True)
     out, lse, *_ = outputs
     needs_bias = call.mask.bias is not None
     for grad_lse in (None, torch.randn_like(lse)):
@@ -89,7 +89,7 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
     seed = philox.new_seed(x.device) if dropout_p else None
     call = NormCall(x, other, weight, bias, NormOptions(1e-5, rms, dropout_p, seed))
     torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, (*call.flat(), backend))
-    _, total, mean, rstd = ops.norm_fwd(call, get_backend(backend), True, True)
+    _, total, mean, rstd = library.norm_fwd(call, get_backend(backend), True, True)
     of_total = replace(call, input=total if call.has_total else x, residual=None)
     mean = rstd.new_empty(0) if mean is None else mean
     rest = (mean, rstd, x, None, True, not rms, backend)
@@ -415,7 +415,7 @@ def test_masks_made_in_inference_mode_then_training(kind):
         grads.append(torch.autograd.grad(out.square().sum(), x)[0])
     assert torch.equal(*grads)
     with torch.no_grad():  # without autograd, the mask is read in place
-        spec = mask_spec.normalize(masks.dense(visible), 2, 2, 5, 5, x.device)
+        spec = mask_spec.spec_of_mask(masks.dense(visible), 2, 2, 5, 5, x.device)
     assert spec.dense.data_ptr() == visible.data_ptr()
 
 

@@ -15,9 +15,8 @@ from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.call.options import with_options
 from fused_attn.distributed.shards import attention_offsets
-from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.ops import dispatch
-from fused_attn.ops import library as ops
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
+from fused_attn.ops import dispatch, library
 
 EVERY_BACKEND = [*BACKENDS, "eager"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -131,7 +130,7 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     value.requires_grad_()
     bias = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
     mask = masks.bias(bias) if biased else None
-    spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query.device)
+    spec = spec_of_mask(mask, batch, heads, seqlen_q, seqlen_k, query.device)
     offsets = origin_of(part, there["device"])
     options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), offsets)
     out, _ = dispatch.run_attention(
@@ -155,7 +154,7 @@ def test_values_of_a_part(dtype, backend):
 
     def of(backend):
         def call(query, key, value):
-            spec = normalize(
+            spec = spec_of_mask(
                 masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query.device
             )
             offsets = origin_of(part, query.device)
@@ -178,7 +177,7 @@ def test_packed_sequences(backend):
     query = torch.zeros(1, heads, 54, 8, device=device)
     key = torch.zeros(1, heads, 121, 8, device=device)
     value = torch.cat([torch.eye(60)[: int(n)] for n in lengths_k]).to(device)
-    spec = normalize(masks.padding(lengths_k, lengths_q), 3, heads, 33, 60, query.device)
+    spec = spec_of_mask(masks.padding(lengths_k, lengths_q), 3, heads, 33, 60, query.device)
     ends = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(device) for n in (lengths_q, lengths_k)]
     spec = replace(
         spec, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=60
@@ -302,7 +301,7 @@ def test_ops(backend):
     call = shard(PARTS["everything"], backend)
     attention, backend_ = torch.ops.fused_attn, get_backend(backend)
     torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), True, True, backend))
-    outputs = ops.attention_fwd(call, backend_, True, True)
+    outputs = library.attention_fwd(call, backend_, True, True)
     rest = (*outputs, torch.randn_like(outputs.out), None, False, backend)
     torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
     call, _ = norm_shard(backend, torch.float32, 64, True, [1, 2], slice(7, 18))

@@ -19,13 +19,13 @@ import fused_attn
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 SINKS = torch.randn(4, generator=drawn(7))
 
 
 def visible_under(mask, seqlen_q, seqlen_k):
-    spec = normalize(mask, 2, 4, seqlen_q, seqlen_k, torch.device("cpu"))
+    spec = spec_of_mask(mask, 2, 4, seqlen_q, seqlen_k, torch.device("cpu"))
     sizes = 2, 4, seqlen_q, seqlen_k
     return materialize(spec, *sizes, torch.device("cpu"), torch.float32)[0]
 

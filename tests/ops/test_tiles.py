@@ -13,7 +13,7 @@ from mask_cases import MASKS, PAIRS
 from fused_attn import masks
 from fused_attn.backends import get_backend
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 SHAPE = (3, 2, 301, 650)  # batch, num_heads, seqlen_q, seqlen_k
 # Some tiles of these masks are partial though masked or full: ranges of shuffled document ids
@@ -24,7 +24,7 @@ INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "den
 def classify(mask, dtype):
     """Return the kernels' tile kinds, and which tiles are fully masked or fully visible."""
     like = torch.empty(0, dtype=dtype)
-    spec = normalize(mask, *SHAPE, like.device)
+    spec = spec_of_mask(mask, *SHAPE, like.device)
     kinds, (block_m, block_n) = tile_kinds(spec, *SHAPE, dtype)
     visible, bias = materialize(spec, *SHAPE, like.device, torch.float32)
     visible = torch.ones(SHAPE) if visible is None else visible.expand(SHAPE).float()
@@ -98,7 +98,7 @@ def test_work_goes_down_with_the_mask():
     length = 4096
 
     def share(mask):
-        spec = normalize(mask, 1, 1, length, length, torch.device("cpu"))
+        spec = spec_of_mask(mask, 1, 1, length, length, torch.device("cpu"))
         kinds, (_, block) = tile_kinds(spec, 1, 1, length, length, torch.float32)
         return (kinds > 0).float().mean().item(), block / length
 

@@ -6,9 +6,13 @@ import ast
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fused_attn import decode_attention, functional, varlen_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -65,6 +69,57 @@ def test_traces_of_calls():
         if not any((at / name).exists() and defines(at / name, symbol) for at in folders)
     ]
     assert len(lines) > 40 and not unknown
+
+
+def listed(title):
+    """Return the lines of a trace in docs/call-path.md: file and function."""
+    trace = (DOCS / "call-path.md").read_text("utf-8").split(f"    {title}", 1)[1].split("\n\n")[1]
+    return re.findall(r"^    (\S+\.py) +([\w.]+)", trace, re.MULTILINE)
+
+
+def entered(run):
+    """Return the functions of the package that a call enters, in order: file and name."""
+    seen, package = [], f"{ROOT / 'fused_attn'}/"
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            seen.append((code.co_filename.removeprefix(package), code.co_name))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+X = torch.randn(2, 4, 99, 16)
+TOKENS, ENDS = X[0].transpose(0, 1), torch.tensor([0, 40, 99])
+NEW = {"key": X, "value": X, "rotary_cos": X[0, 0, :, :8], "rotary_sin": X[0, 1, :, :8]}
+CALLS = {  # the first function of a trace -> a call
+    "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(
+        X.clone().requires_grad_(), X, X, torch.ones(99, 99, dtype=torch.bool)
+    ),
+    "layer_norm": lambda: functional.layer_norm(X, (16,)),
+    "varlen_attention": lambda: varlen_attention(TOKENS, TOKENS, TOKENS, ENDS, ENDS, 59, 59),
+    "decode_attention": lambda: decode_attention(
+        X, X.clone(), X.clone(), cache_lengths=[0, 0], **NEW
+    ),
+}
+# Alternatives to what the calls do.
+NOT_ENTERED = {"_checked_step", "with_cache_lengths", "select", "Backend.attention_decode"}
+
+
+@pytest.mark.parametrize("title", CALLS)
+def test_traces_are_true(title):
+    """A call enters the functions of its trace in their order."""
+    rest = iter(entered(CALLS[title]))
+    for file, symbol in listed(f"{title}("):
+        name = symbol.rpartition(".")[2]
+        if symbol not in NOT_ENTERED:
+            names = ("__init__", name) if name[0].isupper() else (name,)
+            assert any(f == file and n in names for f, n in rest), f"{symbol} in {file}"
 
 
 def test_undefined_symbols_are_detected(tmp_path):

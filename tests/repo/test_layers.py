@@ -71,7 +71,7 @@ def test_no_import_cycles():
 
 
 def test_modules_imported_by_a_bare_name_are_unique():
-    """One process of the tests imports all of them; a second of the same name would be the first."""
+    """One test process imports all of them: of two with one name, it would get the first."""
     folders = ("benchmarks", "examples", "scripts", "tests/pretended_gpu", "tests/support")
     names = Counter(p.stem for f in folders for p in (ROOT / f).glob("*.py"))
     assert not [name for name, count in names.items() if count > 1]

@@ -27,7 +27,7 @@ from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.compat import flash_attn, flex_attention
 from fused_attn.compat.xformers.ops import fmha
 from fused_attn.masks import as_mask
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 # ---- engines ------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def by_flex(
 ) -> tuple[Tensor, ...]:
     """Check flex's mask and score functions position by position; return eager results."""
     shape = at.visible.shape
-    spec = normalize(as_mask(at.mask, case["is_causal"]), *shape, query.device)
+    spec = spec_of_mask(as_mask(at.mask, case["is_causal"]), *shape, query.device)
     call = AttentionCall(query, key, value, spec, AttentionOptions(1.0))
     variant, operands = variant_of(call, False)
     score_mod, bias = score_function(variant, operands), torch.zeros(shape)

@@ -74,5 +74,5 @@ def recorded_packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing | None]:
         monkeypatch.setattr(module, name, recording)
 
     record(transformer, "packing_of")
-    record(encoders, "_packing")
+    record(encoders, "_choose_packing")
     return seen

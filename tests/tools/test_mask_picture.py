@@ -6,7 +6,7 @@ from cpu_tiles import tile_kinds
 
 from fused_attn import masks
 from fused_attn.masks.picture import dense_head_mask
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 LENGTHS = torch.tensor([200, 70])
 MASKS = {
@@ -23,7 +23,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_tiles_are_those_of_the_kernels(mask):
-    spec = normalize(mask, 2, 1, 200, 200, torch.device("cpu"))
+    spec = spec_of_mask(mask, 2, 1, 200, 200, torch.device("cpu"))
     kinds, tile = tile_kinds(spec, 2, 1, 200, 200, torch.float32)
     for sequence in range(2):
         ours = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds

@@ -149,8 +149,8 @@ class TileSchedule {
   Work work;
 
  private:
-  // Does the share of work that is due, at four places of a step. A unit of 100 cycles in one piece
-  // would delay the MMAs after it.
+  // Does the part of the work that is due. A step calls this at four places, because 100 cycles of
+  // work at one place would delay the MMAs after it.
   template <int kIndex, int kUnits>
   FUSED_ATTN_INLINE void meanwhile() {
     if constexpr (kIndex % Products::kCount == Products::kCount - 1) {

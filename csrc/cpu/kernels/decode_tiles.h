@@ -355,7 +355,8 @@ class DecodeTiles {
     }
   }
 
-  // Writes a query tile to `part`, corrected for the rounding of the weights.
+  // Writes a query tile to `part`. Multiplies out by sum / rounded sum, because the product with
+  // value used rounded weights.
   void end_query_tile(const QueryTile& query_tile, const DecodePart<float>& part) const {
     for (int64_t r = 0; r < query_tile.rows; ++r) {
       const int64_t at = query_tile.head * p_.seqlen_q + r;

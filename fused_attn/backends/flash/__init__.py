@@ -76,7 +76,7 @@ class FlashBackend(EngineBackend):
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate, want_lse: bool
     ) -> tuple[Tensor, Tensor] | None:
-        problem = problem_of(call, "lse")
+        problem = problem_of(call, "lse", update.capacity)
         assert isinstance(problem, AttentionProblem)
         plan = _plan(problem)
         for engine in ENGINES:

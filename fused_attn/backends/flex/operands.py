@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.call.attention import AttentionCall
-from fused_attn.masks.fields import TENSORS
+from fused_attn.masks.fields import DIMENSIONS
 from fused_attn.masks.intervals import BlockLists, Rows, block_lists, intervals_of, unmasked_keys
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec
@@ -125,7 +125,7 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
     return Operands(lists=lists, unmasked=unmasked, **found), pattern
 
 
-_LETTERS = {name: dims.lower() for name, dims in TENSORS.items()}
+_LETTERS = {name: dims.lower() for name, dims in DIMENSIONS.items()}
 _LETTERS |= dict.fromkeys(("begin", "end", "diagonal"), "bq")
 
 

@@ -195,7 +195,7 @@ def finish_scores(
 
 @triton.jit
 def power(difference, const: tl.constexpr):
-    """Return exp of score differences that are in the units of `finish_scores`."""
+    """Return the weight of a score minus the maximum, both in the units of `finish_scores`."""
     if const.ACCURATE:
         # exp2(x * log2(e)) rounds its argument. At x = -8, the relative error of the result is
         # 5e-7. It has the same sign for all keys if scores are equal. Instead, decompose

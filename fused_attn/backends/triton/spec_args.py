@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.backends.triton.masks import MaskArgs, NoMask
 from fused_attn.backends.triton.tiles import Summaries
 from fused_attn.base.layout import kernel_strides
-from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, refuse_unknown_fields
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.tables import TABLES, refuse_tables
 
@@ -26,10 +26,10 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
     """
     refuse_unknown_fields(spec, "triton")
     refuse_tables(spec, "triton")
-    if words is None and all(getattr(spec, name) is None for name in TENSORS):
+    if words is None and all(getattr(spec, name) is None for name in DIMENSIONS):
         return NoMask()
     fields: dict[str, Any] = {}
-    for name, dimensions in TENSORS.items():
+    for name, dimensions in DIMENSIONS.items():
         if name in ("dense", *TABLES):
             continue
         tensor = getattr(spec, name)

@@ -22,7 +22,8 @@ from fused_attn.integrations.transformers.packed import (
     encoder_arguments,
 )
 from fused_attn.masks import Mask
-from fused_attn.nn.attention import combine, on_heads_of
+from fused_attn.nn.attention import on_heads_of
+from fused_attn.nn.mask_terms import combine
 from fused_attn.nn.packing import Packing
 
 # Unsupported arguments that would change the result, with descriptions for error messages. Other

@@ -113,7 +113,7 @@ class PackedStack(PackedEncoder):
             return run(hidden_states, attention_mask, **kwargs)
         real, packing = attention_mask[:, 0, 0], None
         if not _observed(self, kwargs):
-            packing = outside_graphs(_packing, hidden_states, real, self)
+            packing = outside_graphs(_choose_packing, hidden_states, real, self)
         if packing is None:
             return _zeroed(run(hidden_states, attention_mask, **kwargs), real)
         return self._packed(packing, hidden_states, attention_mask, **kwargs)
@@ -162,7 +162,7 @@ class PackedModel(PackedEncoder):
         real, packing = attention_mask.to(torch.bool), None
         known = all(_is_plain(x) or _is_of_tokens(x, real.shape) for x in kwargs.values())
         if known and not _observed(self, kwargs):
-            packing = outside_graphs(_packing, _weight(self), real, self)
+            packing = outside_graphs(_choose_packing, _weight(self), real, self)
         if packing is None:
             return _zeroed(run(input_ids, attention_mask, **kwargs), real)
         return self._packed(packing, input_ids, attention_mask, **kwargs)
@@ -234,7 +234,7 @@ def _unpickled(source: type[Module]) -> Module:
 
 
 def _weight(encoder: Any) -> Tensor:
-    """Return a matrix of (*, width): the embeddings of a model, or the first one of a stack."""
+    """Return a parameter (*, width): the embeddings of a model, or the first matrix of a stack."""
     if isinstance(encoder, PackedModel):
         return cast(Tensor, cast(Any, encoder).get_input_embeddings().weight)
     return next(p for p in encoder.parameters() if p.dim() == 2 and p.is_floating_point())
@@ -310,7 +310,7 @@ def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] in (shape, (1, shape[1]))
 
 
-def _packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
+def _choose_packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
     """Return the packing of a batch; None if it saves no time or a module is not token-wise.
 
     Args:

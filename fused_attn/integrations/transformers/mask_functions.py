@@ -34,7 +34,7 @@ from transformers.masking_utils import (
 from fused_attn import masks
 from fused_attn.base.torch_state import captured, is_compiling, is_intercepted, plain_eager
 from fused_attn.integrations.bytecode import closure_of
-from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
+from fused_attn.integrations.transformers.model_mask import ModelMask, additive_mask, stand_in
 from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.masks.mask_mod import recognized
 
@@ -147,12 +147,12 @@ def attention_mask(
         assert tensor is not None  # neither skip is allowed
         return tensor
 
-    def own() -> Tensor:
+    def dense_mask() -> Tensor:
         """Return the dense mask tensor that transformers computes."""
         tensor = visible(range(q_length), attention_mask)
-        return added(tensor, dtype) if adds else tensor
+        return additive_mask(tensor, dtype) if additive else tensor
 
-    adds = config is not None and _adds_masks(type(config))
+    additive = config is not None and _needs_additive(type(config))
     structure = None
     readable = (
         isinstance(kv_offset, int)
@@ -167,38 +167,38 @@ def attention_mask(
     # do not show whether the model needs a tensor.
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     if structure is not None and not (skips or structure.packed or structure.unions):
-        return own()
+        return dense_mask()
     keys = _key_mask(attention_mask, kv_length, kv_offset) if readable else None
     mask: Mask | None = None
     if structure is not None and _all_visible(structure, shape, q_offset, kv_offset):
-        if not adds or (keys is None and allow_is_bidirectional_skip):
+        if not additive or (keys is None and allow_is_bidirectional_skip):
             return keys
         mask = Mask()
-    elif structure is not None and (q_length > 1 or adds):
+    elif structure is not None and (q_length > 1 or additive):
         # For a single query, the dense tensor is only a key mask, which is as cheap as a Mask.
         mask = _mask(structure, shape, q_offset, kv_offset, device)
     on_cpu = torch.device(device).type == "cpu" and not is_intercepted()
     if mask is None and readable and on_cpu and q_length > 1:
         mask = recognized(visible, shape, shape, torch.device(device))
     if mask is None:
-        return own()
+        return dense_mask()
     if keys is not None:
         mask = mask & masks.dense(keys)
-    return stand_in(mask, shape, device, dtype if adds else torch.bool, own)
+    return stand_in(mask, shape, device, dtype if additive else torch.bool, dense_mask)
 
 
 @torch.compiler.assume_constant_result
-def _adds_masks(config: type) -> bool:
+def _needs_additive(config: type) -> bool:
     """Return True for models that support only additive float masks.
 
     transformers expects models that support sdpa to accept bool masks. Other models may pad a mask
     with 0.0, concatenate it with a float mask, or require a mask that is not None.
     """
-    return _adds_masks_at_first(config)
+    return _find_needs_additive(config)
 
 
 @functools.cache
-def _adds_masks_at_first(config: type) -> bool:
+def _find_needs_additive(config: type) -> bool:
     models = _loaded_models()
     bases = [base for base in config.__mro__ if issubclass(base, PreTrainedConfig)]
     files = [base.__module__.replace("configuration_", "modeling_") for base in bases]

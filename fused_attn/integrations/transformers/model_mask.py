@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import spec_of_mask
 
 Shape = tuple[int, int, int, int]  # batch, 1, seqlen_q, seqlen_k
 
@@ -227,15 +227,15 @@ def _noted_unused() -> bool:
 def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Materialize a Mask as the dense tensor that transformers would pass to the model."""
     sizes = cast(Shape, tuple(shape))
-    spec = normalize(mask, *sizes, device)
+    spec = spec_of_mask(mask, *sizes, device)
     visible, _ = materialize(spec, *sizes, device, torch.float32)
     if visible is None:
         visible = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     visible = visible.expand(shape)
-    return visible if dtype == torch.bool else added(visible, dtype)
+    return visible if dtype == torch.bool else additive_mask(visible, dtype)
 
 
-def added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask to the additive mask that transformers uses for eager attention."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, torch.finfo(dtype).min)

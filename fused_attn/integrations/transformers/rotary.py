@@ -159,7 +159,7 @@ def _known() -> dict[Any, bool]:
 
 
 def _code(function: Any) -> Any:
-    """Return a key that is equal for functions of equal code, whose helpers have equal code.
+    """Return a key that is equal for functions if their code and that of rotate_half are equal.
 
     Returns None for closures and for objects that are not functions.
     """

@@ -57,7 +57,7 @@ class SeqLenInfo:
         return replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None) -> list[Tensor]:
-        """Return the sequences of (1, total, ...); those of each batch are one tensor."""
+        """Split (1, total, ...) into sequences, or with batch_sizes into batches of sequences."""
         if x.shape[:2] != (1, self.seqstart_py[-1]):
             raise ValueError(
                 f"tensor must have shape (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}"

@@ -1,0 +1,188 @@
+"""Backend selection and execution of decoding steps: `attention` is the only entry point."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fused_attn import masks
+from fused_attn.backends import Backend, problem_of, select
+from fused_attn.backends.registry import backend_for_unchecked
+from fused_attn.base.autocast import any_autocast
+from fused_attn.base.torch_state import needs_grad, plain_eager
+from fused_attn.call.attention import AttentionCall, AttentionOptions, UncheckedAttention
+from fused_attn.call.kv_cache import (
+    NO_GRAD,
+    CacheUpdate,
+    append,
+    check_pages,
+    contiguous_rows,
+    spec_of_ends,
+    with_cache_lengths,
+)
+from fused_attn.call.validation import attention_call
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import spec_of_mask
+from fused_attn.ops import dispatch
+
+
+def attention(
+    query: Tensor,
+    update: CacheUpdate,
+    attn_mask: Mask | Tensor | None,
+    is_causal: bool,
+    options: AttentionOptions,
+    want_lse: bool,
+    named: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Append new keys and values to the caches, and return out and lse.
+
+    lse may be None if it is not wanted.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim), of the last seqlen_q positions.
+        named: name of the requested backend, or None.
+
+    Raises:
+        As `decode_attention`.
+    """
+    step = None
+    if attn_mask is None:
+        step = _unchecked_step(query, update, is_causal, options, named)
+    if step is None:
+        mask = masks.as_mask(attn_mask)
+        step = _checked_step(query, update, mask, is_causal, options, want_lse, named)
+    return _attend(step, want_lse)
+
+
+class _Step(NamedTuple):
+    """A decoding step and the backend that computes it.
+
+    Attributes:
+        call: its key and value are the caches, and its mask is for update.capacity keys.
+        update: the new keys and values.
+        is_causal: if there is no attn_mask, whether the step is causal, otherwise None.
+        plain: `update.plain`, and the tensors of the mask are plain, too.
+    """
+
+    call: AttentionCall
+    backend: Backend
+    update: CacheUpdate
+    is_causal: bool | None
+    plain: bool
+
+
+def _unchecked_step(
+    query: Tensor,
+    update: CacheUpdate,
+    is_causal: bool,
+    options: AttentionOptions,
+    named: str | None,
+) -> _Step | None:
+    """Return a step without attn_mask on the CPU, up to the end of the longest sequence.
+
+    Returns None if the step requires `_checked_step`, which makes a small step take 3 times as long
+    (8 heads, 400 keys, head_dim 64).
+    """
+    if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
+        return None
+    if not options.prepare(query.shape[3]):
+        return None
+    spec = spec_of_ends(update, query, is_causal)
+    call = UncheckedAttention(query, *update.caches, spec, False, True, options)
+    backend = backend_for_unchecked(call, query.device, named)
+    # Backends that wrap torch's kernels need finite values after the ends of sequences.
+    if backend is None or backend.wraps_torch:
+        return None
+    update = update._replace(capacity=update.ends[1])
+    return _Step(call.assume_checked(), backend, update, is_causal, True)
+
+
+def _checked_step(
+    query: Tensor,
+    update: CacheUpdate,
+    attn_mask: Mask | None,
+    is_causal: bool,
+    options: AttentionOptions,
+    want_lse: bool,
+    named: str | None,
+) -> _Step:
+    """Return a step on any device and backend."""
+    update = update._replace(lengths=torch.as_tensor(update.lengths, device=query.device))
+    batch, num_heads, seqlen_q, _ = query.shape
+    mask = with_cache_lengths(attn_mask, is_causal, update.lengths, update.seqlen_new, seqlen_q)
+    if needs_grad(*mask.biases):
+        raise ValueError(NO_GRAD.format(name="attn_mask"))
+    spec = spec_of_mask(mask, batch, num_heads, seqlen_q, update.capacity, query.device)
+    call = attention_call(query, *update.caches, spec, options)
+    problem = problem_of(call, "lse" if want_lse else "out", update.capacity)
+    plain = update.plain and plain_eager(update.lengths, *mask.tensors())
+    unmasked = is_causal if attn_mask is None else None
+    return _Step(call, select(problem, named), update, unmasked, plain)
+
+
+def _attend(step: _Step, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Append new keys and values, and return out and lse."""
+    call, backend, update, is_causal, plain = step
+    written = update.caches if update.seqlen_new > 0 else ()
+    empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
+    if plain and not empty and not any(_is_refused(cache) for cache in written):
+        results = backend.attention_decode(call, update, want_lse)
+        if results is not None:
+            for cache in written:
+                if not cache.is_inference():
+                    increment_version(cache)
+            return results
+    check_pages(update)
+    append(update)
+    call.key, call.value = contiguous_rows(update, update.capacity, backend.empty)
+    if backend.wraps_torch:
+        call = _for_torch(call, update, is_causal)
+    return dispatch.run_attention(call, backend, want_lse)
+
+
+def _is_refused(cache: Tensor) -> bool:
+    """Return True if torch refuses to write to a cache: an inference tensor outside of its mode."""
+    return cache.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _for_torch(call: AttentionCall, update: CacheUpdate, is_causal: bool | None) -> AttentionCall:
+    """Return the call in the form that torch's kernels need.
+
+    They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
+    because they may be NaN. If the host knows the lengths, keys and values end at the longest.
+    """
+    if update.ends is not None and is_causal is not None:
+        call = _narrowed(call, update, is_causal, *update.ends)
+    if update.ends is None or update.ends[0] < call.key.shape[2]:
+        ends = update.lengths + update.seqlen_new
+        beyond_end = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
+        keys, values = (t.masked_fill(beyond_end[..., None], 0.0) for t in (call.key, call.value))
+        call = replace(call, key=keys, value=values)
+    return call
+
+
+def _narrowed(
+    call: AttentionCall, update: CacheUpdate, is_causal: bool, shortest: int, longest: int
+) -> AttentionCall:
+    """Return the call restricted to the first `longest` keys and values, which are views.
+
+    If all lengths are equal, the padding mask is not needed. The mask is then dropped if it is not
+    causal, and replaced by a top-left causal mask, which torch's kernels support, if seqlen_q is
+    the length.
+    """
+    batch, num_heads, seqlen_q, _ = call.query.shape
+    needed: Mask | None = with_cache_lengths(
+        None, is_causal, update.lengths, update.seqlen_new, seqlen_q
+    )
+    if shortest == longest and not is_causal:
+        needed = None
+    elif shortest == longest == seqlen_q:
+        needed = masks.causal()
+    spec = spec_of_mask(needed, batch, num_heads, seqlen_q, longest, call.query.device)
+    keys, values = call.key[:, :, :longest], call.value[:, :, :longest]
+    return replace(call, key=keys, value=values, mask=spec)

@@ -16,7 +16,14 @@ from fused_attn.backends import default_backend
 from fused_attn.integrations.attention_in_code import attention_in
 from fused_attn.integrations.transformers.encoders import PackedEncoder
 from fused_attn.nn.norm import Norm
-from fused_attn.nn.replacement import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
+from fused_attn.nn.replacement import (
+    REPLACEMENTS,
+    FromTorch,
+    patched,
+    patched_class,
+    qualified_name,
+    wrapped,
+)
 from fused_attn.nn.transformer import TransformerEncoder
 
 
@@ -243,7 +250,7 @@ def _obstacle(module: Module, target: type[Module]) -> str | None:
     if REPLACEMENTS.get(type(module)) is not target:
         base = next(c for c in type(module).__mro__ if REPLACEMENTS.get(c) is target)
         return f"subclass of {qualified_name(base)} that may compute something else"
-    return patched(module)
+    return patched(module) or patched_class(type(module))
 
 
 def _unknown_norm(module: Module, norm: bool) -> str | None:

@@ -50,6 +50,13 @@ _counts: list[CallCounts] = []  # one for `enable()`, one for each open `enabled
 _enabled_counts: CallCounts | None = None
 
 
+class _Thread(threading.local):
+    blocks = 0  # open `enabled()` blocks of the thread
+
+
+_thread = _Thread()
+
+
 def enable(*, call_sites: bool = False) -> CallCounts:
     """Run torch.nn.functional.scaled_dot_product_attention on this package's kernels.
 
@@ -96,7 +103,7 @@ def enable(*, call_sites: bool = False) -> CallCounts:
         counts = CallCounts()
         _start(counts)
         _enabled_counts = counts
-    _config.cache_key_tag = _tagged()
+    _tag()
     _enabled_counts.call_sites |= call_sites
     return _enabled_counts
 
@@ -107,7 +114,7 @@ def disable() -> None:
     if _enabled_counts is not None:
         _stop(_enabled_counts)
         _enabled_counts = None
-    _config.cache_key_tag = _config.cache_key_tag.replace(_TAG, "")
+    _tag()
 
 
 class _Activated:
@@ -148,10 +155,13 @@ def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
     """
     counts = CallCounts(call_sites)
     _start(counts)
+    _thread.blocks += 1
+    _tag()
     try:
-        with _config.patch(cache_key_tag=_tagged()):
-            yield counts
+        yield counts
     finally:
+        _thread.blocks -= 1
+        _tag()
         _stop(counts)
 
 
@@ -201,9 +211,11 @@ def _forget_dispatch() -> None:
         _OP._uncache_dispatch(getattr(DispatchKey, f"Autograd{key}"))
 
 
-def _tagged() -> str:
-    tag = _config.cache_key_tag
-    return tag if _TAG in tag else tag + _TAG
+def _tag() -> None:
+    """Add _TAG to the thread's key if `enable()` or a block of the thread is in effect."""
+    key = _config.cache_key_tag.replace(_TAG, "")
+    in_effect = _enabled_counts is not None or _thread.blocks > 0
+    _config.cache_key_tag = key + _TAG if in_effect else key
 
 
 def _attention(

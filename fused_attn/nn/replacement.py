@@ -154,12 +154,27 @@ def wrapped(module: Module) -> str | None:
     return None
 
 
+# Methods of torch.nn that compute results; fused modules have a forward of their own.
+_PASSES = ("forward", "_sa_block", "_mha_block", "_ff_block")
+
+
 def patched(module: Module) -> str | None:
-    """Return the reason why calling `module` bypasses `forward` of its class, or None."""
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
+    """Return the reason why calling `module` bypasses a method of its class, or None."""
+    for name in _PASSES:
+        if name in module.__dict__:
+            return f"its {name} was replaced on the instance"
     if module.__dict__.get("_compiled_call_impl") is not None:
         return "it was compiled in place; convert first, then call compile()"
+    return None
+
+
+def patched_class(cls: type) -> str | None:
+    """Return the reason why a method of a torch.nn class is not torch's, or None."""
+    file = getattr(sys.modules[cls.__module__], "__file__", None)
+    for name in _PASSES if cls.__module__.startswith("torch.nn.") else ():
+        code = getattr(vars(cls).get(name), "__code__", None)
+        if name in vars(cls) and getattr(code, "co_filename", None) != file:
+            return f"{qualified_name(cls)}.{name} was replaced"
     return None
 
 

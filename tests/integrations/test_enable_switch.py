@@ -78,12 +78,19 @@ def test_blocks():
         assert intercepted()
         fused_attn.disable()
         assert intercepted(), "disable() has ended the block"
+        assert torch.compiler.config.cache_key_tag != before[1]
     assert not intercepted()
     assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
     fused_attn.enable()
     with fused_attn.enabled():
         pass
     assert intercepted(), "the block has undone the earlier enable()"
+    with fused_attn.enabled():
+        fused_attn.disable()
+    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    with fused_attn.enabled():
+        fused_attn.enable()
+    assert intercepted() and torch.compiler.config.cache_key_tag != before[1]
 
 
 def test_blocks_of_threads_overlap():

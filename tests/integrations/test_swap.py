@@ -1,6 +1,7 @@
 """swap_modules: which modules it swaps, skips and restores, and what it leaves unchanged."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +160,38 @@ def test_patched_and_parametrized_modules_are_left_alone():
     assert "forward was replaced" in reasons[0]
     assert "compiled in place" in reasons[1]
     assert "swap first, then register the parametrization" in reasons[2]
+
+
+@pytest.mark.parametrize("name", ["_sa_block", "_ff_block", "_mha_block"])
+def test_layers_with_a_replaced_block_are_left_alone(name):
+    kinds = torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer
+    layer = kinds[name == "_mha_block"](12, 4, 16, 0.0)
+    setattr(layer, name, lambda x, *args, **kwargs: 2 * x)
+    x = (torch.randn(2, 5, 12),) * (1 + (name == "_mha_block"))
+    before, report = layer(*x), swap_modules(layer)
+    torch.testing.assert_close(layer(*x), before)
+    assert [f"its {name} was replaced" in s.reason for s in report.skipped] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (torch.nn.LayerNorm, "forward"),
+        (torch.nn.MultiheadAttention, "forward"),
+        (torch.nn.TransformerEncoderLayer, "_ff_block"),
+    ],
+)
+def test_classes_of_torch_with_a_replaced_method_are_left_alone(kind, name, monkeypatch):
+    method = getattr(kind, name)
+    monkeypatch.setattr(kind, name, functools.wraps(method)(lambda *a, **kw: method(*a, **kw)))
+    monkeypatch.setattr(kind, "reset_parameters", lambda self: None, raising=False)
+    layer = torch.nn.TransformerEncoderLayer(12, 4, 16)
+    report = swap_modules(layer)
+    skipped = {s.type: s.reason for s in report.skipped}
+    assert skipped.keys() == {f"torch.nn.{kind.__name__}"}
+    assert f"{kind.__name__}.{name} was replaced" in "".join(skipped.values())
+    monkeypatch.undo()
+    assert swap_modules(layer).swapped
 
 
 def test_hooks_are_called_and_handles_work():

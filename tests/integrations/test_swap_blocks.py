@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from fused_attn.integrations.transformers import by_code
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.nn import activation
 from fused_attn.swap import swap_modules
@@ -157,6 +158,19 @@ def test_other_code_of_the_same_name_stays():
     model.encoder.layer[0].output = OtherOutput()
     swap_modules(model)
     assert type(model.encoder.layer[0].output) is OtherOutput
+
+
+def test_originals_that_were_patched_before_the_first_swap_stay(monkeypatch):
+    original = transformers.models.bert.modeling_bert.BertOutput
+    layer = original(transformers.BertConfig(**SIZES)).eval()
+    hidden, x = torch.randn(2, 5, 40), torch.randn(2, 5, 24)
+    monkeypatch.setattr(original, "forward", lambda self, hidden, x: self.dense(hidden))
+    by_code._by_code.cache_clear()
+    try:
+        swap_modules(torch.nn.Sequential(layer))
+        assert torch.equal(layer(hidden, x), layer.dense(hidden))
+    finally:
+        by_code._by_code.cache_clear()
 
 
 def test_compiled():

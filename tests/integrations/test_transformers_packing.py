@@ -143,9 +143,10 @@ def test_gradient_checkpointing(name, packings):
     assert len(packings) == 2 and None not in packings
 
 
-def test_hidden_states_are_those_of_padded_batches(packings):
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert"])
+def test_hidden_states_are_those_of_padded_batches(kind, packings):
     """A batch is not packed if hidden states are requested, because their shapes would change."""
-    eager, call = model("Bert"), inputs(REAL["right"])
+    eager, call = model(kind), inputs(REAL["right"])
     fused = copy.deepcopy(eager)
     fused_attn.swap_modules(fused)
     states = fused(**call, output_hidden_states=True).hidden_states
@@ -154,7 +155,21 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     ):
         torch.testing.assert_close(ours[REAL["right"]], theirs[REAL["right"]])
         assert ours.shape == theirs.shape
-    seen = []
+    fused.set_attn_implementation("eager")
+    weights = fused(**call, output_attentions=True).attentions
+    assert [w.shape for w in weights] == [(BATCH, 4, LENGTH, LENGTH)] * 2
+
+
+def test_models_that_pack_are_saved_under_their_own_name(tmp_path):
+    packs = model("ModernBert")
+    fused_attn.swap_modules(packs)
+    packs.save_pretrained(tmp_path)
+    assert '"ModernBertModel"' in (tmp_path / "config.json").read_text()
+
+
+def test_layers_with_hooks_are_not_packed(packings):
+    fused, seen, call = model("Bert"), [], inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
     fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
     fused(**call)
     assert seen == [(BATCH, LENGTH, 32)]

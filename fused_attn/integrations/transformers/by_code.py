@@ -94,9 +94,11 @@ def _is_candidate(cls: type) -> bool:
 @functools.cache
 def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
     fused = {}
-    for (module, name), replacement in _FUSED_BLOCKS.items():
-        cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-        fused[_code(cls)] = replacement
+    for (file, name), replacement in _FUSED_BLOCKS.items():
+        module = importlib.import_module(f"transformers.models.{file}")
+        cls = getattr(module, name)
+        if cls.forward.__code__.co_filename == module.__file__:  # otherwise it was patched
+            fused[_code(cls)] = replacement
     return fused
 
 

@@ -207,6 +207,8 @@ def packing_class(module: Module) -> type[PackedEncoder] | None:
 @functools.cache
 def _base(kind: type[Module]) -> type[PackedEncoder] | None:
     """Return the base class that suits the arguments of a class's forward; None if none does."""
+    if issubclass(kind, PackedEncoder):
+        return None
     if kind.__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
         return None
     arguments = inspect.signature(kind.forward).parameters
@@ -223,8 +225,10 @@ def _base(kind: type[Module]) -> type[PackedEncoder] | None:
 @functools.cache
 def _fused(source: type[Module]) -> type[PackedEncoder]:
     base = cast(type[PackedEncoder], _base(cast(Any, source)))
-    members = {"__module__": __name__, "__doc__": base.__doc__, "source": source}
-    return cast(type[PackedEncoder], type(f"Packed{source.__name__}", (base, source), members))
+    # transformers looks up what a model can output by str(class), and saves the name in the config.
+    members = {name: getattr(source, name) for name in ("__module__", "__qualname__")}
+    members |= {"__doc__": base.__doc__, "source": source}
+    return cast(type[PackedEncoder], type(source.__name__, (base, source), members))
 
 
 def _unpickled(source: type[Module]) -> Module:

@@ -105,7 +105,7 @@ def decode_attention(
     Raises:
         ValueError, TypeError: an argument is invalid or requires grad; the message states the
             expected and the actual value. Values of tensors cache_lengths and block_table are
-            checked only on the CPU.
+            checked only on the CPU, and not in graphs of torch.compile.
         NotImplementedError: the requested backend does not support the call, query is a DTensor, or
             the call is within `context_parallel`.
 

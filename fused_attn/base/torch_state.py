@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # torch has two kinds of batched tensors, of autograd and of functorch. The Python type of both is
 # torch.Tensor.
@@ -119,11 +120,20 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def host_readable(tensor: Tensor) -> bool:
     """Return True if values can be read on the host without a device sync or a graph break.
 
-    This requires an eager call and a tensor on the CPU.
+    This requires a tensor on the CPU and an eager call, which modes may intercept unless they trace
+    it. For example, torch.set_default_device sets a mode.
     """
     if is_compiling() or tensor.device.type != "cpu":
         return False
-    return plain_eager(tensor)
+    return plain_eager(tensor) or _readable_in_modes(tensor)
+
+
+def _readable_in_modes(tensor: Tensor) -> bool:
+    if type(tensor) not in TENSOR_TYPES or batched(tensor) or in_transform():
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    return not any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def savable(tensor: Tensor) -> bool:

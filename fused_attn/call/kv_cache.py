@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.base.flat import Empty
 from fused_attn.base.layout import contiguous
-from fused_attn.base.torch_state import PLAIN_TYPES, plain_eager
+from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.validation import (
     check_floats,
     check_heads,
@@ -94,7 +94,7 @@ def checked_update(
     check_length(query.shape[2], capacity)
     plain = plain_eager(query, key_cache, value_cache, key, value, block_table)
     seqlen_new = 0 if key is None else key.shape[2]
-    lengths, ends = checked_cache_lengths(lengths, query, seqlen_new, capacity, plain)
+    lengths, ends = checked_cache_lengths(lengths, query, seqlen_new, capacity)
     caches = key_cache, value_cache
     return CacheUpdate(caches, key, value, seqlen_new, lengths, block_table, capacity, ends, plain)
 
@@ -145,12 +145,9 @@ def check_decode_tensors(
 
 
 def checked_cache_lengths(
-    lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int, plain: bool
+    lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
 ) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
     """Validate cache_lengths and convert them to a tensor, unless they are a list or tuple of ints.
-
-    Args:
-        plain: False if the values of a tensor must not be read, see `CacheUpdate`.
 
     Returns:
         The lengths, and `CacheUpdate.ends`.
@@ -170,8 +167,7 @@ def checked_cache_lengths(
             lengths = lengths.long() if lengths.numel() == 0 else lengths
         check_integers("cache_lengths", lengths)
         shape = tuple(lengths.shape)
-        readable = plain and type(lengths) in PLAIN_TYPES and lengths.device.type == "cpu"
-        if readable and len(shape) == 1:
+        if len(shape) == 1 and host_readable(lengths):
             values = lengths.tolist()
     if shape != (batch,):
         raise ValueError(f"cache_lengths must have shape ({batch},), got {shape}")
@@ -192,7 +188,7 @@ def check_pages(update: CacheUpdate) -> None:
     Checks only values that can be read on the host.
     """
     table = update.block_table
-    if table is None or update.ends is None or not update.plain or table.device.type != "cpu":
+    if table is None or update.ends is None or not host_readable(table):
         return
     num_pages, _, page_size, _ = update.caches[0].shape
     ends = torch.as_tensor(update.lengths) + update.seqlen_new
@@ -270,7 +266,8 @@ def append(update: CacheUpdate) -> None:
     """Write the new keys and values to the cache, in place."""
     if update.key is None or update.value is None:
         return
-    pairs = list(zip(update.caches, (update.key, update.value), strict=True))
+    rows = [_apart(new, update) for new in (update.key, update.value)]
+    pairs = list(zip(update.caches, rows, strict=True))
     seqlen_new, table, ends = update.seqlen_new, update.block_table, update.ends
     if table is None and ends is not None and ends[0] == ends[1]:
         for cache, new in pairs:
@@ -287,6 +284,15 @@ def append(update: CacheUpdate) -> None:
         row = row % page_size
     for cache, new in pairs:
         cache[holder, :, row] = new.transpose(1, 2)
+
+
+def _apart(new: Tensor, update: CacheUpdate) -> Tensor:
+    """Return new keys or values in memory of their own: they may be a view of a cache."""
+    if not update.plain:
+        return new
+    memory = new.untyped_storage().data_ptr()
+    shared = any(cache.untyped_storage().data_ptr() == memory for cache in update.caches)
+    return new.clone() if shared else new
 
 
 def contiguous_rows(update: CacheUpdate, count: int, empty: Empty) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """FlexAttention's function on the kernels of this package, with gradients on CPUs.
 
 A score_mod may scale the scores or cap them by tanh, and add a bias, which may have gradients and
-may be -inf. It is called with random scores to find out which of these it does.
+may be -inf. It is called with a range of scores to find out which of these it does.
 
 Example:
     >>> from fused_attn.compat.flex_attention import create_block_mask, flex_attention
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,9 @@ from torch.nn.attention.flex_attention import (
 from torch.overrides import TorchFunctionMode
 
 from fused_attn import functional, masks
+from fused_attn.base.torch_state import in_transform
 from fused_attn.call.attention import default_scale
+from fused_attn.integrations.bytecode import codes
 from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
 
 __all__ = [
@@ -84,7 +86,7 @@ def flex_attention(
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
             score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and c, a
             function of positions, which may have gradients. To find a, c1 and c, it is called with
-            random scores and with large ones, once for each shape and each version of the tensors
+            small scores and with large ones, once for each shape and each version of the tensors
             and numbers that it reads. If it reads anything else, this happens in each call. A c
             other than 0 becomes a float32 tensor of shape (batch or 1, num_heads or 1, seqlen_q,
             seqlen_k).
@@ -103,6 +105,8 @@ def flex_attention(
         NotImplementedError: score_mod does something else, or max_scores are requested.
         ValueError, TypeError: an argument is invalid.
     """
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse and return_aux must not both be given")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("max_scores of AuxRequest is not supported")
     mask, softcap = masks.as_mask(cast(Any, block_mask)), None
@@ -141,9 +145,10 @@ _MOST_EXAMINED = 8  # maximum number of cached entries per score_mod
 def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     """Return the formula of a score_mod, cached by the shape and by the values that it reads.
 
-    A bias with gradients is evaluated in each call, and so is a score_mod whose state is unknown.
+    A bias with gradients is evaluated in each call. A score_mod is, too, if its state is unknown,
+    or in a torch.func transform, which may wrap the values that it reads.
     """
-    state = _state(score_mod)
+    state = None if in_transform() else _state(score_mod, set())
     examined = {} if state is None else _EXAMINED.setdefault(score_mod, {})
     key = shape, device, state
     if key not in examined:
@@ -158,28 +163,45 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     return terms
 
 
-def _state(function: Any) -> tuple[Any, ...] | None:
-    """Return a cache key of the values that a function reads, or None if they are unknown."""
+_CONSTANT_MODULES = ("torch", "math", "builtins")
+
+
+def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
+    """Return a cache key of the values that a function reads, or None if they are unknown.
+
+    Args:
+        known: functions whose values are part of the key already.
+    """
     if not isinstance(function, FunctionType):
         return None
-    names = [n for n in function.__code__.co_names if n in function.__globals__]
-    read = [function.__globals__[name] for name in names] + list(function.__defaults__ or ())
-    key: list[Any] = []
+    known.add(function)
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    key: list[Any] = [function.__code__]
     for value in (*read, *(cell.cell_contents for cell in function.__closure__ or ())):
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None
             key.append((value, value._version, value.requires_grad))  # equal by identity
-        elif isinstance(value, FunctionType) and value is not function:
-            own = _state(value)
+        elif isinstance(value, FunctionType):
+            own = () if value in known else _state(value, known)
             if own is None:
                 return None
             key.append(own)
-        elif isinstance(value, (int, float, str, torch.dtype, torch.device, type(None))):
+        elif isinstance(value, (int, float, str, torch.dtype, torch.device, CodeType, type(None))):
             key.append(value)
-        elif not isinstance(value, (ModuleType, BuiltinFunctionType, type)):
+        elif not _is_constant(value):
             return None
     return tuple(key)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True for a function, class or module whose attributes do not change."""
+    if not isinstance(value, (ModuleType, BuiltinFunctionType, type)):
+        return False
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return (home or "builtins").partition(".")[0] in _CONSTANT_MODULES
 
 
 def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
@@ -188,8 +210,9 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     biases = []
     for rows in row_blocks(shape):
         size = (*shape[:2], len(rows), shape[3])
-        generator = torch.Generator(device).manual_seed(0)
-        score = torch.randn(size, dtype=torch.float64, device=device, generator=generator) * 3.0
+        # Multiples of the golden ratio modulo 1; torch.vmap refuses random numbers.
+        steps = torch.arange(math.prod(size), dtype=torch.float64, device=device)
+        score = (((steps * 0.6180339887498949) % 1.0 - 0.5) * 12.0).view(size)
         with torch.enable_grad():
             bias = _applied(score_mod, 0.0, shape, rows, device)
             biases.append(bias.float())
@@ -294,5 +317,7 @@ def _applied(
 
 def _used(score_mod: ScoreMod, shape: Shape, device: torch.device) -> Shape:
     """Return the shape with size 1 for batch and heads if a score_mod does not depend on them."""
+    if in_transform():  # which would hide the positions from `Uses`
+        return shape
     score = torch.zeros((), device=device)
     return Uses.shape(lambda *positions: score_mod(score, *positions), shape, device)

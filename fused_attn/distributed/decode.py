@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_attn.base.torch_state import FLOATS, host_readable, plain_eager
+from fused_attn.base.torch_state import FLOATS, host_readable
 from fused_attn.call.attention import AttentionCall, AttentionOptions, AttentionOutputs
 from fused_attn.call.kv_cache import (
     check_decode_tensors,
@@ -113,9 +113,7 @@ def decode_attention(
     if sharding is None:
         sharding = Sharding.of_lengths([rank["rows"] for rank in of_ranks])
     batch, num_heads, seqlen_q, _ = query.shape
-    given_lengths, _ = checked_cache_lengths(
-        cache_lengths, query, seqlen_new, sharding.length, plain_eager(query)
-    )
+    given_lengths, _ = checked_cache_lengths(cache_lengths, query, seqlen_new, sharding.length)
     lengths = torch.as_tensor(given_lengths, device=query.device)
     mask = with_cache_lengths(
         whole_mask, is_causal and seqlen_q != 1, lengths, seqlen_new, seqlen_q

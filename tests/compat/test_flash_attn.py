@@ -211,6 +211,49 @@ def test_no_argument_is_ignored():
     assert_close(out, (plain * torch.sigmoid(lse).mT[..., None]).double())
 
 
+def test_shapes_that_flash_attn_refuses():
+    q, k, v = qkv(3, 3)
+    for wrong in ([q[0], k[0], v[0]], [q, k[:1], v[:1]]):
+        with pytest.raises(ValueError, match=r"must have shape \(batch, seqlen, num_heads"):
+            flash_attn.flash_attn_func(*wrong)
+    with pytest.raises(TypeError, match="window_size must be a tuple"):
+        flash_attn.flash_attn_func(q, k, v, window_size=2)
+    options = {"cache_seqlens": torch.tensor([1, 2])}
+    for name, values in (("cache_leftpad", [0]), ("cache_batch_idx", [0, 2])):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            flash_attn.flash_attn_with_kvcache(q, k, v, **options, **{name: torch.tensor(values)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"block_table": [[0, -1], [1, 2]]}, ValueError, r"pages in \[0, 4\), got -1"),
+        ({"block_table": [[0, 4], [1, 2]]}, ValueError, r"pages in \[0, 4\), got 0 to 4"),
+        ({"block_table": [[0, 3]]}, ValueError, r"must have shape \(2, max_pages\)"),
+        ({"block_table": [[0.0, 3.0], [1.0, 2.0]]}, TypeError, "block_table must be an int32"),
+        ({"seqused_k": [9, 3]}, ValueError, r"must select rows in \[0, 8\), got \[0, 9\)"),
+        ({"seqused_k": [-1, 3]}, ValueError, "must select rows"),
+        ({"seqused_q": [2, 2]}, ValueError, r"seqused_q must select rows in \[0, 1\)"),
+        ({"block_table": None, "seqused_k": [5, 4]}, ValueError, r"seqused_k .* \[0, 4\)"),
+        ({"block_table": None, "cu_seqlens_k": [0, 4, 99]}, ValueError, "cu_seqlens_k must"),
+        ({"block_table": None, "v": torch.zeros(15, 1, 8)}, ValueError, "v must have the shape"),
+    ],
+)
+def test_rows_that_do_not_exist_are_refused(changed, error, message):
+    pages = torch.randn(4, 4, 1, 8)
+    call = {
+        "q": torch.randn(3, 1, 8), "k": pages, "v": pages, "cu_seqlens_q": [0, 1, 3],
+        "cu_seqlens_k": [0, 4, 16], "max_seqlen_q": 2, "max_seqlen_k": 16,
+        "block_table": [[0, 3], [1, 2]], "seqused_k": [6, 3],
+    }  # fmt: skip
+    call |= changed
+    if call["block_table"] is None:
+        call |= {n: call[n].flatten(0, 1) for n in "kv" if call[n].dim() == 4}
+    call = {n: torch.tensor(v) if isinstance(v, list) else v for n, v in call.items()}
+    with pytest.raises(error, match=message):
+        flash_attn.flash_attn_varlen_func(**call)
+
+
 def test_signatures():
     """Positional arguments are in the same order as in flash-attn 2.8."""
     order = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"

@@ -12,6 +12,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 B, H, LQ, LK, D = 2, 4, 40, 50, 16
 SLOPES, TABLE = torch.linspace(0.1, 1.0, H), torch.linspace(-1, 1, LQ + LK)
 FACTOR = torch.tensor(2.0, requires_grad=True)
+SLOPE = 1.0
 LEARNED = torch.linspace(-1, 1, H * (LQ + LK)).view(H, -1).requires_grad_()
 
 SCORE_MODS = {
@@ -141,6 +142,57 @@ def test_what_a_score_mod_reads_may_change():
     table.requires_grad_()
     ours.flex_attention(query, key, value, score_mod).sum().backward()
     assert table.grad.abs().max() > 0
+
+
+class Settings:
+    slope = 1.0
+
+
+def test_attributes_nested_functions_and_keywords_may_change():
+    """A score_mod is examined again after anything that it reads has changed."""
+
+    def by_class(score, b, h, q, k):
+        return score - Settings.slope * (q - k).abs()
+
+    def nested(score, b, h, q, k):
+        return (lambda x: x * SLOPE)(score)
+
+    def keyword(score, b, h, q, k, *, slope=1.0):
+        return score * slope
+
+    query, key, value = (t.detach() for t in tensors())
+    for score_mod in (by_class, nested, keyword):
+        before = ours.flex_attention(query, key, value, score_mod)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Settings, "slope", 3.0)
+            patch.setitem(globals(), "SLOPE", 3.0)
+            patch.setattr(keyword, "__kwdefaults__", {"slope": 3.0})
+            after = ours.flex_attention(query, key, value, score_mod)
+            torch.testing.assert_close(after, dense_of(score_mod, query, key, value))
+        assert not torch.allclose(after, before)
+        assert torch.equal(ours.flex_attention(query, key, value, score_mod), before)
+
+
+def test_transforms():
+    """torch.func transforms see the bias of each head, and ordinary calls after them do, too."""
+    query, key, value = (t.detach() for t in tensors())
+    slopes = torch.linspace(-1, 1, H, dtype=query.dtype)
+
+    def fused(query, slopes):
+        out = ours.flex_attention(query, key, value, lambda s, b, h, q, k: s + slopes[h] * k / 9.0)
+        return out.square().sum()
+
+    def plain(query, slopes):
+        scores = query @ key.mT / D**0.5 + slopes[:, None, None] * torch.arange(LK) / 9.0
+        return (scores.softmax(-1) @ value).square().sum()
+
+    queries = query + torch.arange(3.0, dtype=query.dtype).view(3, 1, 1, 1, 1)
+    for got, expected in (
+        [torch.func.grad(f, (0, 1))(query, slopes) for f in (fused, plain)],
+        [torch.vmap(f, (0, None))(queries, slopes) for f in (fused, plain)],
+        [f(query, slopes) for f in (fused, plain)],
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)  # float32 biases
 
 
 def dense_of(score_mod, *leaves):

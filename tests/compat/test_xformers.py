@@ -379,6 +379,21 @@ def test_checks_of_masks():
         attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * 3, [1, 1, 10], TABLES, 3)
 
 
+def test_rows_that_do_not_exist_are_refused():
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 12, 2, 8)
+    paged = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens
+    gappy = attn_bias.BlockDiagonalGappyKeysMask.from_seqlens
+    for mask, match in (
+        (paged([2, 2], [6, 5], torch.tensor([[0, 1], [2, -1]]), 3), r"pages in \[0, 4\), got -1"),
+        (gappy([2, 2], [-2, 6, 12], [3, 4]), r"attn_bias must select rows in \[0, 12\)"),
+        (gappy([2, 2], [0, 6, 12], [3, -4]), "attn_bias must select rows"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            xops.memory_efficient_attention(q, k, k, mask)
+    with pytest.raises(ValueError, match="value must have the 12 rows of key, got 10"):
+        xops.memory_efficient_attention(q, k, k[:, :10], gappy([2, 2], [0, 6, 12], [3, 4]))
+
+
 def test_signatures():
     names = [*inspect.signature(xops.memory_efficient_attention).parameters]
     assert names == ["query", "key", "value", "attn_bias", "p", "scale", "op", "output_dtype"]

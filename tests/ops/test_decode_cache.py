@@ -345,14 +345,39 @@ def test_pages_are_checked_with_every_mask(kind):
     assert not arguments["key_cache"].any()
 
 
+@pytest.mark.parametrize("lengths", [[1, 1], [1, 3]])
+def test_new_rows_may_be_a_view_of_the_cache(lengths):
+    cache, query = torch.randn(2, 2, 40, 8), torch.randn(2, 2, 1, 8)
+    new = cache[:, :, :3].clone()
+    fused_attn.decode_attention(
+        query, cache, cache.clone(), cache_lengths=lengths, key=cache[:, :, :3], value=new
+    )
+    for b, length in enumerate(lengths):
+        assert torch.equal(cache[b, :, length : length + 3], new[b])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "table"),
+    [([-2, 5], None), ([3, 99], None), ([3, 5], [[0, 1], [-1, 1]]), ([3, 5], [[0, 1], [7, 1]])],
+)
+@pytest.mark.parametrize("seqlen_new", [0, 1])
+def test_values_are_checked_within_modes(lengths, table, seqlen_new):
+    """torch.set_default_device sets a mode, which does not intercept what the host reads."""
+    table = None if table is None else torch.tensor(table)
+    lengths, query, caches = (
+        torch.tensor(lengths),
+        torch.randn(2, 2, 1, 8),
+        torch.zeros(2, 2, 2, 20, 8),
+    )
+    new = dict.fromkeys(("key", "value"), torch.ones(2, 2, 1, 8)) if seqlen_new else {}
+    with pytest.raises(ValueError, match=r"must be in|page indices in"), torch.device("cpu"):
+        fused_attn.decode_attention(query, *caches, cache_lengths=lengths, block_table=table, **new)
+    assert not caches.any()
+
+
 def test_caches_that_torch_does_not_write_to():
-    """Torch's errors: new rows that overlap the cache; inference tensors outside of the mode."""
-    query, cache = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 40, 8)
-    new = cache[:, :, :3]
-    with pytest.raises(RuntimeError, match="refer to a single memory location"):
-        fused_attn.decode_attention(
-            query, cache, cache.clone(), cache_lengths=[1], key=new, value=new.clone()
-        )
+    """torch's error for inference tensors outside of inference mode."""
+    query, new = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 3, 8)
     with torch.inference_mode():
         caches = torch.zeros(2, 1, 1, 40, 8).unbind()
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):

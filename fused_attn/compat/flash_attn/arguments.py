@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
+from fused_attn.call.validation import check_integers
 from fused_attn.masks import Mask
 
 Window = tuple[int | None, int | None]
@@ -20,13 +21,16 @@ _UNSUPPORTED = frozenset(
     {
         "qv", "q_v", "q_descale", "k_descale", "v_descale", "attention_chunk", "mask_mod",
         "score_mod", "aux_tensors", "block_sparse_tensors", "full_block_cnt", "full_block_idx",
-        "mask_block_cnt", "mask_block_idx", "rotary_seqlens", "cu_seqlens_k_new",
+        "mask_block_cnt", "mask_block_idx", "rotary_seqlens", "cu_seqlens_k_new", "cu_seqlens_q",
+        "max_seqlen_q", "page_table", "return_lse",
     }
 )  # fmt: skip
 
 
 def mask_of(causal: bool, window_size: Window, alibi_slopes: Tensor | None = None) -> Mask | None:
     """Return the mask of flash-attn's arguments, aligned at the bottom right; None for no mask."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a tuple (left, right), got {window_size}")
     left, right = (-1 if size is None else index(size) for size in window_size)
     right = 0 if causal else right
     mask = None
@@ -69,6 +73,23 @@ def common_of(
         "softcap": softcap or None,
         "sinks": sinks,
     }
+
+
+def check_batches(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless all are (batch, seqlen, num_heads, head_dim) with the same batch."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} must have shape (batch, seqlen, num_heads, head_dim), with the same batch "
+                f"in q, k and v, got {tuple(tensor.shape)}"
+            )
+
+
+def check_per_sequence(name: str, values: Tensor, q: Tensor) -> None:
+    """Raise ValueError or TypeError unless values are (batch,) integers on the device of q."""
+    check_integers(name, values, q)
+    if values.shape != q.shape[:1]:
+        raise ValueError(f"{name} must have shape ({len(q)},), got {tuple(values.shape)}")
 
 
 def check_probs(return_attn_probs: bool, dropout_p: float) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.compat.flash_attn.arguments import Window, common_of, mask_of
+from fused_attn.base.torch_state import host_readable
+from fused_attn.compat.flash_attn.arguments import Window, check_per_sequence, common_of, mask_of
 from fused_attn.decode import decode_attention
 from fused_attn.functional import rotary_embedding
 
@@ -52,7 +53,8 @@ def flash_attn_with_kvcache(
             all.
         cache_batch_idx: (batch,) integers; the row of the cache of each sequence.
         cache_leftpad: (batch,) integers; first position of the cache that is visible.
-        block_table: (batch, max_pages) integers; the pages of each sequence.
+        block_table: (batch, max_pages) integers; the pages of each sequence. flash-attn 3 calls it
+            page_table.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ...; otherwise, pair the two halves.
         num_splits: affects no result.
         return_softmax_lse: also return lse.
@@ -67,12 +69,21 @@ def flash_attn_with_kvcache(
         NotImplementedError: an argument is not supported.
         ValueError, TypeError: an argument is invalid.
     """
+    block_table = keywords.pop("page_table", None) if block_table is None else block_table
     options = common_of(
         "flash_attn_with_kvcache", q, softmax_scale, softcap, False, learnable_sink, keywords
     )
     if cache_batch_idx is not None:
         if block_table is not None:
             raise NotImplementedError("cache_batch_idx is not supported with block_table")
+        check_per_sequence("cache_batch_idx", cache_batch_idx, q)
+        last = len(k_cache) - 1
+        if host_readable(cache_batch_idx) and bool(
+            (cache_batch_idx.clamp(0, last) != cache_batch_idx).any()
+        ):
+            raise ValueError(
+                f"cache_batch_idx must be in [0, {last}], got {cache_batch_idx.tolist()}"
+            )
         block_table = cache_batch_idx[:, None]  # each row of the cache is used as a page
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens is None:
@@ -98,6 +109,7 @@ def flash_attn_with_kvcache(
         q, k = rotated(q, moves), rotated(k, True)
     mask = mask_of(causal, window_size, alibi_slopes)
     if cache_leftpad is not None:
+        check_per_sequence("cache_leftpad", cache_leftpad, q)
         positions = torch.arange(capacity, device=q.device)
         visible = (positions >= cache_leftpad[:, None])[:, None, None]
         mask = masks.dense(visible) if mask is None else mask & masks.dense(visible)

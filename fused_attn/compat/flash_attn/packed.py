@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fused_attn.call.packed import cumulative
+from fused_attn.call.packed import check_cu_seqlens, cumulative
 from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
 from fused_attn.compat.flash_attn.dense import Results
-from fused_attn.compat.rows import rows_of_pages, used_rows
+from fused_attn.compat.rows import check_rows, rows_of_pages, used_rows
 from fused_attn.functional import varlen_attention
 
 
@@ -47,7 +47,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k: as cu_seqlens_q, of k. None if seqused_k is given with block_table.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or an upper bound.
         block_table: (batch, max_pages) integers; the pages of each sequence. The rows in use are
-            copied.
+            copied. flash-attn 4 calls it page_table.
         seqused_q, seqused_k: (batch,) integers; numbers of rows of each sequence that are used.
             Others are ignored, and are 0 in the result. The rows in use are copied.
         keywords: as in flash_attn_func, as are all other arguments.
@@ -61,6 +61,7 @@ def flash_attn_varlen_func(
         ValueError, TypeError: an argument is invalid.
     """
     check_probs(return_attn_probs, dropout_p)
+    block_table = keywords.pop("page_table", None) if block_table is None else block_table
     options = common_of(
         "flash_attn_varlen_func", q, softmax_scale, softcap, deterministic, learnable_sink, keywords
     )
@@ -68,16 +69,23 @@ def flash_attn_varlen_func(
         raise TypeError("cu_seqlens_k must be given, except with both block_table and seqused_k")
     starts = cast(Tensor, cu_seqlens_k)
     if block_table is not None or seqused_k is not None:
+        if v.shape[:-1] != k.shape[:-1]:
+            got = f"{tuple(v.shape)} and {tuple(k.shape)}"
+            raise ValueError(f"v must have the shape of k, except in the last dimension, got {got}")
         lengths = starts.diff() if seqused_k is None else seqused_k
         if block_table is None:
+            check_cu_seqlens("cu_seqlens_k", starts, max(max_seqlen_k, len(k)), len(k))
+            check_rows("seqused_k", lengths, starts.diff())
             rows = used_rows(starts[:-1], lengths)
             k, v = k[rows], v[rows]
         else:
-            rows = rows_of_pages(block_table, k.shape[1], lengths)
+            rows = rows_of_pages(block_table, k.shape[1], k.shape[0], lengths)
             k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
         starts = cumulative(lengths)
     total_q, used = q.shape[0], None
     if seqused_q is not None:
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max(max_seqlen_q, total_q), total_q)
+        check_rows("seqused_q", seqused_q, cu_seqlens_q.diff())
         used = used_rows(cu_seqlens_q[:-1], seqused_q)
         q, cu_seqlens_q = q[used], cumulative(seqused_q)
     results = varlen_attention(

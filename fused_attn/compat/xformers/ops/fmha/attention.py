@@ -187,6 +187,8 @@ def _packed(
         got = f"{len(query)}, {len(key)}, {len(value)}"
         raise ValueError(f"query, key and value must have batch size 1, got {got}")
     blocks.check_rows(query.shape[1], key.shape[1])
+    if value.shape[1] != key.shape[1]:
+        raise ValueError(f"value must have the {key.shape[1]} rows of key, got {value.shape[1]}")
     queries, keys = blocks.q_seqinfo, blocks.k_seqinfo
     longest, batch = queries.max_seqlen, len(queries.seqlen_py)
     if keys.padding and 0 < longest == queries.min_seqlen:
@@ -197,7 +199,7 @@ def _packed(
         return out.flatten(0, 1)[None], lse
     k, v, ends = key[0], value[0], keys.seqstart
     if keys.padding != 0:
-        rows, ends = blocks.key_rows()
+        rows, ends = blocks.key_rows(key.shape[1])
         k, v = k[rows], v[rows]
     lengths = queries.seqstart, ends, longest, keys.max_seqlen
     results = varlen_attention(query[0], k, v, *lengths, blocks.mask, p, **options)

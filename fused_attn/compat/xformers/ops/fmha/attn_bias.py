@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.call.packed import cumulative
-from fused_attn.compat.rows import rows_of_pages, used_rows
+from fused_attn.compat.rows import check_rows, rows_of_pages, used_rows
 from fused_attn.compat.xformers.ops.fmha.seqlens import Device, SeqLenInfo
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall_on_tensor
@@ -168,8 +168,8 @@ class Blocks(AttentionBias):
             self._padded_mask = padding if self.mask is None else padding & self.mask
         return self._padded_mask
 
-    def key_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of keys that are used, and their cumulative lengths.
+    def key_rows(self, total: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of keys that are used of `total` rows, and their cumulative lengths.
 
         They are computed again after changes of the tensors in place.
         """
@@ -178,11 +178,14 @@ class Blocks(AttentionBias):
         def make() -> tuple[Tensor, Tensor]:
             starts, lengths = keys.seqstart[:-1], keys.seqlen
             if table is None:
+                check_rows("attn_bias", lengths, total, starts)
                 return used_rows(starts, lengths), cumulative(lengths)
-            return rows_of_pages(table, self.page_size, lengths, starts), cumulative(lengths)
+            num_pages = total // max(self.page_size, 1)
+            rows = rows_of_pages(table, self.page_size, num_pages, lengths, starts)
+            return rows, cumulative(lengths)
 
         sources = keys.seqlen, keys.seqstart, *(() if table is None else (table,))
-        return recall_on_tensor(keys.seqlen, "xformers keys", sources, make)
+        return recall_on_tensor(keys.seqlen, ("xformers keys", total), sources, make)
 
     def check_rows(self, *rows: int) -> None:
         """Raise ValueError unless the numbers of queries and keys are those of the mask."""
@@ -196,7 +199,7 @@ class Blocks(AttentionBias):
     def _visible(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         self.check_rows(seqlen_q, seqlen_k)
         visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
-        rows, ends = (x.tolist() for x in self.key_rows())
+        rows, ends = (x.tolist() for x in self.key_rows(seqlen_k))
         for b, length in enumerate(self.q_seqinfo.seqlen_py):
             start, keys = self.q_seqinfo.seqstart_py[b], rows[ends[b] : ends[b + 1]]
             visible[start : start + length, keys] = super()._visible(length, len(keys))

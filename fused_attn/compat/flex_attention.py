@@ -60,7 +60,8 @@ Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 _TOLERANCE = 1e-6  # relative error of a score_mod that computes in float32
 _LARGE = 1e9  # a score for which tanh is 1 in every score_mod
-_PROBES = (30.0, -30.0, 1e3, -1e3, _LARGE, -_LARGE)
+# Ranges of scores, besides [-6, 6], over which the positions spread.
+_RANGES = ((6.0, 1e3), (-6.0, -1e3), (1e3, _LARGE), (-1e3, -_LARGE), (_LARGE,) * 2, (-_LARGE,) * 2)
 
 
 @torch.compiler.disable
@@ -212,7 +213,8 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
         size = (*shape[:2], len(rows), shape[3])
         # Multiples of the golden ratio modulo 1; torch.vmap refuses random numbers.
         steps = torch.arange(math.prod(size), dtype=torch.float64, device=device)
-        score = (((steps * 0.6180339887498949) % 1.0 - 0.5) * 12.0).view(size)
+        place = ((steps * 0.6180339887498949) % 1.0).view(size)
+        score = (place - 0.5) * 12.0
         with torch.enable_grad():
             bias = _applied(score_mod, 0.0, shape, rows, device)
             biases.append(bias.float())
@@ -221,10 +223,9 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
             if result.requires_grad and bool(seen.any()):
                 _check_gradients(result[seen], bias[seen])
         with torch.no_grad():
-            for values in (score, *_PROBES):
-                if isinstance(values, float):
+            for values in (score, *(low * (high / low) ** place for low, high in _RANGES)):
+                if values is not score:
                     result = _applied(score_mod, values, shape, rows, device)
-                    values = torch.full_like(score, values)
                 if not torch.equal(result > float("-inf"), seen):
                     raise _refusal()
                 if not bool(seen.any()):

@@ -216,6 +216,8 @@ def test_shapes_that_flash_attn_refuses():
     for wrong in ([q[0], k[0], v[0]], [q, k[:1], v[:1]]):
         with pytest.raises(ValueError, match=r"must have shape \(batch, seqlen, num_heads"):
             flash_attn.flash_attn_func(*wrong)
+    with pytest.raises(ValueError, match="num_heads of q must be a multiple of 3, got 4"):
+        flash_attn.flash_attn_func(q, *torch.randn(2, 2, 3, 3, DIM))
     with pytest.raises(TypeError, match="window_size must be a tuple"):
         flash_attn.flash_attn_func(q, k, v, window_size=2)
     options = {"cache_seqlens": torch.tensor([1, 2])}

@@ -114,6 +114,7 @@ def test_a_learned_bias_is_read_in_each_call():
         lambda score, b, h, q, k: score.clamp(min=-20),
         lambda score, b, h, q, k: torch.where(h == 1, score.clamp(max=30), score),
         lambda score, b, h, q, k: torch.where(score.abs() > 25, 0.1 * score, score),
+        lambda score, b, h, q, k: torch.where((score > 100) & (score < 900), 0.0, score),
         lambda score, b, h, q, k: score * FACTOR,
         lambda score, b, h, q, k: FACTOR * torch.tanh(score / FACTOR),
         lambda score, b, h, q, k: (score - (q - k).abs()) * FACTOR,

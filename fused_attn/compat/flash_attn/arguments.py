@@ -75,14 +75,16 @@ def common_of(
     }
 
 
-def check_batches(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless all are (batch, seqlen, num_heads, head_dim) with the same batch."""
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless all are (batch, seqlen, num_heads, head_dim) and fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
             raise ValueError(
                 f"{name} must have shape (batch, seqlen, num_heads, head_dim), with the same batch "
                 f"in q, k and v, got {tuple(tensor.shape)}"
             )
+    if k.shape[2] and q.shape[2] % k.shape[2]:
+        raise ValueError(f"num_heads of q must be a multiple of {k.shape[2]}, got {q.shape[2]}")
 
 
 def check_per_sequence(name: str, values: Tensor, q: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_attn import functional
 from fused_attn.compat.flash_attn.arguments import (
     Window,
-    check_batches,
+    check_dense,
     check_probs,
     common_of,
     mask_of,
@@ -61,7 +61,7 @@ def flash_attn_func(
         NotImplementedError: an argument is not supported.
         ValueError, TypeError: an argument is invalid.
     """
-    check_batches(q, k, v)
+    check_dense(q, k, v)
     check_probs(return_attn_probs, dropout_p)
     options = common_of(
         "flash_attn_func", q, softmax_scale, softcap, deterministic, learnable_sink, keywords

@@ -191,9 +191,9 @@ def check_pages(update: CacheUpdate) -> None:
     if table is None or update.ends is None or not host_readable(table):
         return
     num_pages, _, page_size, _ = update.caches[0].shape
-    ends = torch.as_tensor(update.lengths) + update.seqlen_new
+    ends = torch.as_tensor(update.lengths, device=table.device) + update.seqlen_new
     table = table[:, : -(-update.ends[1] // max(page_size, 1))]
-    needed = torch.arange(table.shape[1]) * page_size < ends[:, None]
+    needed = torch.arange(table.shape[1], device=table.device) * page_size < ends[:, None]
     wrong = needed & ((table < 0) | (table >= num_pages))
     if wrong.any():
         raise ValueError(
@@ -288,7 +288,7 @@ def append(update: CacheUpdate) -> None:
 
 def _apart(new: Tensor, update: CacheUpdate) -> Tensor:
     """Return new keys or values in memory of their own: they may be a view of a cache."""
-    if not update.plain:
+    if not (update.plain or host_readable(new)):
         return new
     memory = new.untyped_storage().data_ptr()
     shared = any(cache.untyped_storage().data_ptr() == memory for cache in update.caches)

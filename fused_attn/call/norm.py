@@ -63,7 +63,7 @@ class NormOptions(Flat):
         False means that `checked` must convert or reject an option. A given seed also returns
         False.
         """
-        if self.eps is None:
+        if self.eps is None and self.rms:
             self.eps = default_eps(dtype)
         dropout_p = self.dropout_p
         if type(self.eps) is not float or type(dropout_p) not in NUMBERS:
@@ -79,7 +79,7 @@ class NormOptions(Flat):
         eps: Any = self.eps
         dropout_p = checked_probability(self.dropout_p)
         return NormOptions(
-            default_eps(dtype) if eps is None else checked_number("eps", eps),
+            default_eps(dtype) if eps is None and self.rms else checked_number("eps", eps),
             self.rms,
             dropout_p,
             checked_seed(self.seed, dropout_p, device),

@@ -87,7 +87,7 @@ def flex_attention(
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
             score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and c, a
             function of positions, which may have gradients. To find a, c1 and c, it is called with
-            small scores and with large ones, once for each shape and each version of the tensors
+            scores from -1e9 to 1e9, once for each shape and each version of the tensors
             and numbers that it reads. If it reads anything else, this happens in each call. A c
             other than 0 becomes a float32 tensor of shape (batch or 1, num_heads or 1, seqlen_q,
             seqlen_k).
@@ -173,7 +173,7 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
     Args:
         known: functions whose values are part of the key already.
     """
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or function.__dict__:  # it may read its attributes
         return None
     known.add(function)
     names = {name for code in codes(function.__code__) for name in code.co_names}
@@ -201,6 +201,10 @@ def _is_constant(value: Any) -> bool:
     """Return True for a function, class or module whose attributes do not change."""
     if not isinstance(value, (ModuleType, BuiltinFunctionType, type)):
         return False
+    if isinstance(value, BuiltinFunctionType) and not isinstance(
+        value.__self__, (ModuleType, type(None))
+    ):
+        return False  # a method of an object that may change
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return (home or "builtins").partition(".")[0] in _CONSTANT_MODULES
 

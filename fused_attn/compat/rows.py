@@ -9,7 +9,7 @@ from fused_attn.base.torch_state import host_readable
 from fused_attn.call.validation import check_integers
 
 
-def check_rows(
+def check_used(
     name: str, lengths: Tensor, capacity: Tensor | int, starts: Tensor | int = 0
 ) -> None:
     """Raise unless each sequence has rows starts[b] to starts[b] + lengths[b] - 1.
@@ -32,10 +32,11 @@ def check_rows(
             raise ValueError(f"{name} must have shape {shape}, got {tuple(lengths.shape)}")
     if not all(host_readable(t) for t in (lengths, capacity, starts) if isinstance(t, Tensor)):
         return
-    ends = starts + lengths
-    wrong = (ends > capacity) | (lengths < 0) | (ends - lengths < 0)
+    firsts = starts + torch.zeros_like(lengths)
+    ends = firsts + lengths
+    wrong = (ends > capacity) | (lengths < 0) | (firsts < 0)
     if wrong.any():
-        first, end = int((ends - lengths)[wrong][0]), int(ends[wrong][0])
+        first, end = int(firsts[wrong][0]), int(ends[wrong][0])
         most = int(capacity[wrong][0]) if isinstance(capacity, Tensor) else capacity
         raise ValueError(f"{name} must select rows in [0, {most}), got [{first}, {end})")
 
@@ -49,24 +50,30 @@ def used_rows(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def rows_of_pages(
-    block_table: Tensor, page_size: int, num_pages: int, lengths: Tensor, starts: Tensor | int = 0
+    block_table: Tensor,
+    page_size: int,
+    num_pages: int,
+    name: str,
+    lengths: Tensor,
+    starts: Tensor | int = 0,
 ) -> Tensor:
     """Return the rows of each sequence in a tensor of all pages' rows.
 
     Args:
         block_table: (batch, max_pages) integers; the pages of each sequence.
+        name: name of lengths, for error messages.
         lengths: (batch,) integers; number of rows of each sequence.
         starts: (batch,) integers; first row of each sequence in its pages.
 
     Raises:
-        ValueError, TypeError: a tensor is invalid, or a page does not exist; see `check_rows`.
+        ValueError, TypeError: a tensor is invalid, or a page does not exist; see `check_used`.
     """
     check_integers("block_table", block_table)
     if block_table.dim() != 2 or len(block_table) != len(lengths):
         shape = f"({len(lengths)}, max_pages)"
         raise ValueError(f"block_table must have shape {shape}, got {tuple(block_table.shape)}")
     device, capacity = block_table.device, block_table.shape[1] * page_size
-    check_rows("sequences", lengths, capacity, starts)
+    check_used(name, lengths, capacity, starts)
     firsts = torch.arange(len(block_table), device=device) * capacity
     firsts = firsts + (starts.to(device) if isinstance(starts, Tensor) else starts)
     positions = used_rows(firsts, lengths.to(device))

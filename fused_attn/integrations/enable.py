@@ -51,7 +51,8 @@ _enabled_counts: CallCounts | None = None
 
 
 class _Thread(threading.local):
-    blocks = 0  # open `enabled()` blocks of the thread
+    def __init__(self) -> None:
+        self.blocks: list[CallCounts] = []  # of the open `enabled()` blocks of the thread
 
 
 _thread = _Thread()
@@ -155,12 +156,13 @@ def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
     """
     counts = CallCounts(call_sites)
     _start(counts)
-    _thread.blocks += 1
-    _tag()
+    blocks = _thread.blocks  # another thread may end the block
+    blocks.append(counts)
     try:
+        _tag()
         yield counts
     finally:
-        _thread.blocks -= 1
+        blocks[:] = [other for other in blocks if other is not counts]
         _tag()
         _stop(counts)
 
@@ -214,7 +216,7 @@ def _forget_dispatch() -> None:
 def _tag() -> None:
     """Add _TAG to the thread's key if `enable()` or a block of the thread is in effect."""
     key = _config.cache_key_tag.replace(_TAG, "")
-    in_effect = _enabled_counts is not None or _thread.blocks > 0
+    in_effect = _enabled_counts is not None or bool(_thread.blocks)
     _config.cache_key_tag = key + _TAG if in_effect else key
 
 

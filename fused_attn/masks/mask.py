@@ -7,9 +7,11 @@ MaskSpec, the form for kernels.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -348,21 +350,46 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:
-    """Return all tensors in a condition, in nested tuples of conditions or in a closure."""
+    """Return all tensors in a condition, in nested tuples of conditions or read by a function."""
     if isinstance(condition, Tensor):
         return [condition]
-    if isinstance(condition, FunctionType):
-        if is_compiling():  # the graph evaluates the function
-            return []
-        read = [cell.cell_contents for cell in condition.__closure__ or ()]
-        kinds = (Tensor, FunctionType)
-        own = [value for value in read if isinstance(value, kinds) and value is not condition]
-        return [tensor for value in own for tensor in _tensors_of(value)]
+    if callable(condition):
+        # The graph evaluates the function under torch.compile.
+        return [] if is_compiling() else _tensors_read(condition, set())
     if is_dataclass(condition):
         condition = tuple([getattr(condition, f.name) for f in fields(condition)])
     if not isinstance(condition, tuple):
         return []
     return [tensor for part in condition for tensor in _tensors_of(part)]
+
+
+def _tensors_read(value: Any, seen: set[int]) -> list[Tensor]:
+    """Return the tensors in a value, or that a function reads: captured, global or by default."""
+    if isinstance(value, Tensor):
+        return [value]
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_names
+        parts = [value.__globals__[n] for n in names if n in value.__globals__]
+        parts = [p for p in parts if isinstance(p, (Tensor, FunctionType))]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, (tuple, list)):
+        parts = list(value)
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif callable(value) and not isinstance(value, type):
+        parts = list(getattr(value, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in _tensors_read(part, seen)]
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:

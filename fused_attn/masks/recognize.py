@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable
+from fused_attn.base.torch_state import plain_eager
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_on_tensor
 
@@ -30,9 +30,13 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return hint
     if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
         return False
-    if mask.shape[0] != mask.shape[1] or not host_readable(mask):
+    if mask.shape[0] != mask.shape[1] or not _is_plain(mask):
         return False
     return recall_on_tensor(mask, "causal", (mask,), lambda: _compare(mask))
+
+
+def _is_plain(mask: Tensor) -> bool:
+    return mask.device.type == "cpu" and plain_eager(mask)
 
 
 def _compare(mask: Tensor) -> bool:

@@ -170,12 +170,19 @@ def patched(module: Module) -> str | None:
 
 def patched_class(cls: type) -> str | None:
     """Return the reason why a method of a torch.nn class is not torch's, or None."""
-    file = getattr(sys.modules[cls.__module__], "__file__", None)
     for name in _PASSES if cls.__module__.startswith("torch.nn.") else ():
-        code = getattr(vars(cls).get(name), "__code__", None)
-        if name in vars(cls) and getattr(code, "co_filename", None) != file:
+        if name in vars(cls) and not is_original(cls, name):
             return f"{qualified_name(cls)}.{name} was replaced"
     return None
+
+
+def is_original(cls: type, name: str) -> bool:
+    """Return True if a method of a class comes from the same file as its constructor."""
+    files = [
+        getattr(getattr(method, "__code__", None), "co_filename", None)
+        for method in (vars(cls)[name], inspect.unwrap(cast(Any, cls).__init__))
+    ]
+    return files[0] is not None and files[0] == files[1]
 
 
 def qualified_name(cls: type) -> str:

@@ -57,7 +57,7 @@ def add_sinks(
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
     share = torch.sigmoid(lse - logits)
     factor = (share.mT if packed else share)[..., None]
-    total = torch.logaddexp(lse, logits.expand_as(lse))
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     differentiable = torch.is_grad_enabled() and (out.requires_grad or factor.requires_grad)
     # Under vmap, an unbatched out cannot be multiplied in place by a batched factor.
     if differentiable or is_intercepted():

@@ -161,13 +161,26 @@ def test_attributes_nested_functions_and_keywords_may_change():
     def keyword(score, b, h, q, k, *, slope=1.0):
         return score * slope
 
+    def of_itself(score, b, h, q, k):
+        return score * of_itself.slope
+
+    of_itself.slope = 1.0
+
+    settings = {"slope": 1.0}
+    get = settings.get
+
+    def by_method(score, b, h, q, k):
+        return score * get("slope")
+
     query, key, value = (t.detach() for t in tensors())
-    for score_mod in (by_class, nested, keyword):
+    for score_mod in (by_class, nested, keyword, of_itself, by_method):
         before = ours.flex_attention(query, key, value, score_mod)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Settings, "slope", 3.0)
             patch.setitem(globals(), "SLOPE", 3.0)
             patch.setattr(keyword, "__kwdefaults__", {"slope": 3.0})
+            patch.setattr(of_itself, "slope", 3.0)
+            patch.setitem(settings, "slope", 3.0)
             after = ours.flex_attention(query, key, value, score_mod)
             torch.testing.assert_close(after, dense_of(score_mod, query, key, value))
         assert not torch.allclose(after, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -158,6 +159,18 @@ def test_hidden_states_are_those_of_padded_batches(kind, packings):
     fused.set_attn_implementation("eager")
     weights = fused(**call, output_attentions=True).attentions
     assert [w.shape for w in weights] == [(BATCH, 4, LENGTH, LENGTH)] * 2
+
+
+def test_models_that_pack_keep_the_signature_of_forward():
+    """Trainer and torch.export read argument names; positional arguments may follow the mask."""
+    eager, call = model("NomicBert"), inputs(REAL["right"])
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    assert inspect.signature(fused.forward) == inspect.signature(eager.forward)
+    ids, mask = call["input_ids"], REAL["right"].long()
+    out = fused(ids, mask, torch.zeros_like(ids))[0]
+    assert torch.equal(out, fused(ids, mask, token_type_ids=torch.zeros_like(ids))[0])
+    assert not out[~REAL["right"]].any()
 
 
 def test_models_that_pack_are_saved_under_their_own_name(tmp_path):

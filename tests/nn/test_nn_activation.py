@@ -17,6 +17,7 @@ from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.nn import activation as activation_module
 from fused_attn.nn.activation import feed_forward_hidden
 from fused_attn.ops.activation import activation_pass
+from fused_attn.swap import swap_modules
 
 SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
@@ -308,3 +309,11 @@ def test_layer_drops_in_one_pass(norm_first, any_size):
     with torch.profiler.profile() as profile:
         layer(x)
     assert "aten::bernoulli_" not in {event.key for event in profile.key_averages()}
+
+
+def test_quantized_layers_without_gradients():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    swap_modules(layer.requires_grad_(False))
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear})
+    x = torch.randn(2, 8, 32)
+    torch.testing.assert_close(quantized(x), layer(x), rtol=0.1, atol=0.1)

@@ -129,6 +129,15 @@ def test_modules_recognize_the_mask_of_every_step(kind, compared, monkeypatch):
     assert all(m.bands and not m.biases and not m.dense_masks for m in own)
 
 
+def test_the_default_device_may_be_another():
+    layer, x = fnn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    expected = layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+    with torch.device("meta"):
+        got = layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+    torch.testing.assert_close(got, expected)
+
+
 def test_recognized_mask_gives_the_same_result():
     ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
     x, padding = randn(LEN_Q, BATCH, EMBED), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers import (
@@ -345,13 +347,15 @@ def test_pages_are_checked_with_every_mask(kind):
     assert not arguments["key_cache"].any()
 
 
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
 @pytest.mark.parametrize("lengths", [[1, 1], [1, 3]])
-def test_new_rows_may_be_a_view_of_the_cache(lengths):
+def test_new_rows_may_be_a_view_of_the_cache(lengths, device):
     cache, query = torch.randn(2, 2, 40, 8), torch.randn(2, 2, 1, 8)
     new = cache[:, :, :3].clone()
-    fused_attn.decode_attention(
-        query, cache, cache.clone(), cache_lengths=lengths, key=cache[:, :, :3], value=new
-    )
+    with torch.device(device) if device else contextlib.nullcontext():
+        fused_attn.decode_attention(
+            query, cache, cache.clone(), cache_lengths=lengths, key=cache[:, :, :3], value=new
+        )
     for b, length in enumerate(lengths):
         assert torch.equal(cache[b, :, length : length + 3], new[b])
 
@@ -360,8 +364,9 @@ def test_new_rows_may_be_a_view_of_the_cache(lengths):
     ("lengths", "table"),
     [([-2, 5], None), ([3, 99], None), ([3, 5], [[0, 1], [-1, 1]]), ([3, 5], [[0, 1], [7, 1]])],
 )
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("seqlen_new", [0, 1])
-def test_values_are_checked_within_modes(lengths, table, seqlen_new):
+def test_values_are_checked_within_modes(lengths, table, seqlen_new, device):
     """torch.set_default_device sets a mode, which does not intercept what the host reads."""
     table = None if table is None else torch.tensor(table)
     lengths, query, caches = (
@@ -370,9 +375,13 @@ def test_values_are_checked_within_modes(lengths, table, seqlen_new):
         torch.zeros(2, 2, 2, 20, 8),
     )
     new = dict.fromkeys(("key", "value"), torch.ones(2, 2, 1, 8)) if seqlen_new else {}
-    with pytest.raises(ValueError, match=r"must be in|page indices in"), torch.device("cpu"):
+    with pytest.raises(ValueError, match=r"must be in|page indices in"), torch.device(device):
         fused_attn.decode_attention(query, *caches, cache_lengths=lengths, block_table=table, **new)
     assert not caches.any()
+    valid = {"cache_lengths": [3, 5], "block_table": table if table is None else table.clamp(0, 1)}
+    with torch.device(device):
+        out = fused_attn.decode_attention(query, *caches, **valid, **new)
+    assert out.shape == query.shape and caches.any() == bool(seqlen_new)
 
 
 def test_caches_that_torch_does_not_write_to():

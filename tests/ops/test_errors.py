@@ -106,6 +106,9 @@ CASES = {
     "dropout_p": (
         lambda: sdpa(dropout_p=1.5), ValueError, "dropout_p must be in [0, 1], got 1.5",
     ),
+    "layer_norm_eps": (
+        lambda: F.layer_norm(Q, 8, eps=None), TypeError, "eps must be a float, got NoneType",
+    ),
     "dropout_nan": (
         lambda: sdpa(dropout_p=float("nan")), ValueError, "dropout_p must be in [0, 1], got nan",
     ),

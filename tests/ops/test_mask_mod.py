@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import NamedTuple
@@ -250,6 +251,57 @@ def test_tensors_of_a_closure_may_change():
     for length in (3, 6):
         lengths[0] = length
         assert_same_attention(mask, masks.padding(lengths), query)
+
+
+ENDS = torch.tensor([9, 9])
+
+
+class OfEnds:
+    """A mask function with a tensor as attribute."""
+
+    def __init__(self):
+        self.ends = torch.tensor([9, 9])
+
+    def __call__(self, b, h, q, k):
+        return k < self.ends[b]
+
+
+@pytest.mark.parametrize("kind", ["combined", "partial", "global", "object", "default"])
+def test_tensors_that_a_function_reads_may_change(kind):
+    ends, of_ends = torch.tensor([9, 9]), OfEnds()
+    functions = {
+        "combined": flex.and_masks(lambda b, h, q, k: k < ends[b], lambda b, h, q, k: k <= q + 9),
+        "partial": functools.partial(lambda n, b, h, q, k: k < n[b], ends),
+        "global": lambda b, h, q, k: k < ENDS[b],
+        "object": of_ends,
+        "default": lambda b, h, q, k, ends=ends: k < ends[b],
+    }
+    mask, query = masks.from_mask_mod(functions[kind]), torch.randn(2, 1, 9, 8)
+    attend = fused_attn.scaled_dot_product_attention
+    ENDS.fill_(9)
+    attend(query, query, query, mask)
+    for tensor in (ends, of_ends.ends, ENDS):
+        tensor.fill_(3)
+    got = attend(query, query, query, mask)
+    torch.testing.assert_close(got, attend(query, query, query, masks.padding([3, 3])))
+
+
+def test_functions_that_call_each_other_or_capture_nothing_yet():
+    def even(n):
+        return odd(n - 1) if n else True
+
+    def odd(n):
+        return even(n - 1)
+
+    def unset(b, h, q, k):
+        return k <= q if n_heads_known else later
+
+    query, n_heads_known = torch.randn(1, 2, 4, 8), True
+    attend = fused_attn.scaled_dot_product_attention
+    for mask_mod in (lambda b, h, q, k: (k <= q) if even(4) else (k >= q), unset):
+        got = attend(query, query, query, masks.from_mask_mod(mask_mod))
+        torch.testing.assert_close(got, attend(query, query, query, masks.causal()))
+    later = None
 
 
 def test_functions_that_are_tuples():

@@ -149,6 +149,13 @@ def test_invalid_sinks(sinks, error, message):
         F.scaled_dot_product_attention(query, key, value, sinks=sinks)
 
 
+def test_a_sink_of_minus_infinity_has_no_effect():
+    query, mask = torch.randn(2, 2, 4, 8), masks.padding([0, 4])
+    attend = partial(fused_attn.scaled_dot_product_attention, query, query, query, mask)
+    results = attend(return_lse=True), attend(return_lse=True, sinks=torch.full((2,), -torch.inf))
+    torch.testing.assert_close(*results)
+
+
 def test_errors():
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match="query must have at least 3 dimensions with sinks"):

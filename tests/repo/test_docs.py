@@ -86,23 +86,24 @@ def entered(run):
         if event == "call" and code.co_filename.startswith(package):
             seen.append((code.co_filename.removeprefix(package), code.co_name))
 
+    before = sys.getprofile()
     sys.setprofile(note)
     try:
         run()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return seen
 
 
-X = torch.randn(2, 4, 99, 16)
-TOKENS, ENDS = X[0].transpose(0, 1), torch.tensor([0, 40, 99])
+X = torch.randn(2, 4, 140, 16)
+TOKENS, ENDS = X[0].transpose(0, 1), torch.tensor([0, 40, 140])
 NEW = {"key": X, "value": X, "rotary_cos": X[0, 0, :, :8], "rotary_sin": X[0, 1, :, :8]}
 CALLS = {  # the first function of a trace -> a call
     "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(
-        X.clone().requires_grad_(), X, X, torch.ones(99, 99, dtype=torch.bool)
+        X.clone().requires_grad_(), X, X, torch.ones(140, 140, dtype=torch.bool)
     ),
     "layer_norm": lambda: functional.layer_norm(X, (16,)),
-    "varlen_attention": lambda: varlen_attention(TOKENS, TOKENS, TOKENS, ENDS, ENDS, 59, 59),
+    "varlen_attention": lambda: varlen_attention(TOKENS, TOKENS, TOKENS, ENDS, ENDS, 100, 100),
     "decode_attention": lambda: decode_attention(
         X, X.clone(), X.clone(), cache_lengths=[0, 0], **NEW
     ),

@@ -29,9 +29,10 @@ _UNSUPPORTED = frozenset(
 
 def mask_of(causal: bool, window_size: Window, alibi_slopes: Tensor | None = None) -> Mask | None:
     """Return the mask of flash-attn's arguments, aligned at the bottom right; None for no mask."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a tuple (left, right), got {window_size}")
-    left, right = (-1 if size is None else index(size) for size in window_size)
+    try:
+        left, right = (-1 if size is None else index(size) for size in window_size)
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be (left, right), got {window_size}") from None
     right = 0 if causal else right
     mask = None
     if left >= 0 or right >= 0:

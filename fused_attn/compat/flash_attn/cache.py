@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.base.torch_state import host_readable
 from fused_attn.compat.flash_attn.arguments import Window, check_per_sequence, common_of, mask_of
 from fused_attn.decode import decode_attention
 from fused_attn.functional import rotary_embedding
@@ -77,13 +76,6 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise NotImplementedError("cache_batch_idx is not supported with block_table")
         check_per_sequence("cache_batch_idx", cache_batch_idx, q)
-        last = len(k_cache) - 1
-        if host_readable(cache_batch_idx) and bool(
-            (cache_batch_idx.clamp(0, last) != cache_batch_idx).any()
-        ):
-            raise ValueError(
-                f"cache_batch_idx must be in [0, {last}], got {cache_batch_idx.tolist()}"
-            )
         block_table = cache_batch_idx[:, None]  # each row of the cache is used as a page
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens is None:

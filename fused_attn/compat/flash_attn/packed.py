@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fused_attn.call.packed import check_cu_seqlens, cumulative
+from fused_attn.call.packed import cumulative
 from fused_attn.compat.flash_attn.arguments import Window, check_probs, common_of, mask_of
 from fused_attn.compat.flash_attn.dense import Results
-from fused_attn.compat.rows import check_rows, rows_of_pages, used_rows
+from fused_attn.compat.rows import check_used, rows_of_pages, used_rows
 from fused_attn.functional import varlen_attention
 
 
@@ -74,18 +74,18 @@ def flash_attn_varlen_func(
             raise ValueError(f"v must have the shape of k, except in the last dimension, got {got}")
         lengths = starts.diff() if seqused_k is None else seqused_k
         if block_table is None:
-            check_cu_seqlens("cu_seqlens_k", starts, max(max_seqlen_k, len(k)), len(k))
-            check_rows("seqused_k", lengths, starts.diff())
+            check_used("seqused_k", lengths, starts.diff())
+            check_used("seqused_k", lengths, len(k), starts[:-1])
             rows = used_rows(starts[:-1], lengths)
             k, v = k[rows], v[rows]
         else:
-            rows = rows_of_pages(block_table, k.shape[1], k.shape[0], lengths)
+            rows = rows_of_pages(block_table, k.shape[1], k.shape[0], "seqused_k", lengths)
             k, v = k.flatten(0, 1)[rows], v.flatten(0, 1)[rows]
         starts = cumulative(lengths)
     total_q, used = q.shape[0], None
     if seqused_q is not None:
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max(max_seqlen_q, total_q), total_q)
-        check_rows("seqused_q", seqused_q, cu_seqlens_q.diff())
+        check_used("seqused_q", seqused_q, cu_seqlens_q.diff())
+        check_used("seqused_q", seqused_q, total_q, cu_seqlens_q[:-1])
         used = used_rows(cu_seqlens_q[:-1], seqused_q)
         q, cu_seqlens_q = q[used], cumulative(seqused_q)
     results = varlen_attention(

@@ -19,7 +19,7 @@ from fused_attn.integrations.bytecode import same_code_key
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.integrations.transformers.rotary import RotaryAttention, fused_forward
-from fused_attn.nn.replacement import REPLACEMENTS, FromTorch, replaces
+from fused_attn.nn.replacement import REPLACEMENTS, FromTorch, is_original, replaces
 
 # Maps an original, (module under transformers.models, class name), to the base class of its
 # replacement and additional class attributes. Each entry also covers the classes of other models
@@ -30,6 +30,7 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
 # Endings of class names; other classes are not compared.
+_METHODS = ("forward", "_norm", "__call__")  # whose code is compared
 _ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
 
 
@@ -95,12 +96,11 @@ def _is_candidate(cls: type) -> bool:
 def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
     fused = {}
     for (file, name), replacement in _FUSED_BLOCKS.items():
-        module = importlib.import_module(f"transformers.models.{file}")
-        cls = getattr(module, name)
-        if cls.forward.__code__.co_filename == module.__file__:  # otherwise it was patched
+        cls = getattr(importlib.import_module(f"transformers.models.{file}"), name)
+        if all(is_original(cls, method) for method in _METHODS if method in vars(cls)):
             fused[_code(cls)] = replacement
     return fused
 
 
 def _code(cls: type) -> Any:
-    return same_code_key(cls, ("forward", "_norm", "__call__"))
+    return same_code_key(cls, _METHODS)

@@ -17,6 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -53,6 +54,7 @@ class PackedEncoder(Module):
     """
 
     source: ClassVar[type[Module]]
+    further_arguments: ClassVar[tuple[str, ...]]  # of forward, after the first two
     zeroes_padding = True
 
     def is_exact(self) -> bool:
@@ -82,6 +84,14 @@ class PackedEncoder(Module):
         """Return the output of forward, computed on the packed batch."""
         raise NotImplementedError
 
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Move positional arguments of the original forward to kwargs; return the others."""
+        names = self.further_arguments[: len(args)]
+        if len(names) < len(args) or any(name in kwargs for name in names):
+            return args  # the original raises
+        kwargs.update(zip(names, args, strict=True))
+        return ()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and copy look up classes by name and would not find a class created at run time.
         _, _, *state = cast(tuple[Any, ...], Module.__reduce_ex__(self, max(protocol, 2)))
@@ -107,6 +117,7 @@ class PackedStack(PackedEncoder):
             `zeroes_padding` is True.
         """
         run: Callable[..., Any] = super().forward
+        args = self._named(args, kwargs)
         if args or not all(map(_is_plain, kwargs.values())):
             return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
@@ -156,6 +167,7 @@ class PackedModel(PackedEncoder):
             are 0 if `zeroes_padding` is True.
         """
         run: Callable[..., Any] = super().forward
+        args = self._named(args, kwargs)
         tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         if args or not self.zeroes_padding or not _is_token_mask(tokens, attention_mask):
             return run(input_ids, attention_mask, *args, **kwargs)
@@ -226,7 +238,15 @@ def _base(kind: type[Module]) -> type[PackedEncoder] | None:
 def _fused(source: type[Module]) -> type[PackedEncoder]:
     base = cast(type[PackedEncoder], _base(cast(Any, source)))
     # transformers looks up what a model can output by str(class), and saves the name in the config.
-    members = {name: getattr(source, name) for name in ("__module__", "__qualname__")}
+    members: dict[str, Any] = {n: getattr(source, n) for n in ("__module__", "__qualname__")}
+    # Trainer and torch.export read the names of the arguments.
+    own: Any = base.forward
+    parts = own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__
+    forward: Any = FunctionType(*parts)
+    forward.__signature__ = inspect.signature(source.forward)
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+    names = [n for n, p in forward.__signature__.parameters.items() if p.kind in kinds]
+    members |= {"forward": forward, "further_arguments": tuple(names[3:])}
     members |= {"__doc__": base.__doc__, "source": source}
     return cast(type[PackedEncoder], type(source.__name__, (base, source), members))
 

@@ -129,13 +129,13 @@ def attention_mask(
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
 
-    def visible(rows: range, padding: Tensor | None = None) -> Tensor:
+    def of_library(first: int, count: int, padding: Tensor | None = None) -> Tensor:
         """Return the dense mask of some queries that transformers computes."""
         tensor = sdpa_mask(
             batch_size=batch_size,
-            q_length=len(rows),
+            q_length=count,
             kv_length=kv_length,
-            q_offset=cast(int, q_offset + rows.start),
+            q_offset=cast(int, q_offset + first),
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=padding,
@@ -149,7 +149,7 @@ def attention_mask(
 
     def dense_mask() -> Tensor:
         """Return the dense mask tensor that transformers computes."""
-        tensor = visible(range(q_length), attention_mask)
+        tensor = of_library(0, q_length, attention_mask)
         return additive_mask(tensor, dtype) if additive else tensor
 
     additive = config is not None and _needs_additive(type(config))
@@ -179,7 +179,9 @@ def attention_mask(
         mask = _mask(structure, shape, q_offset, kv_offset, device)
     on_cpu = torch.device(device).type == "cpu" and not is_intercepted()
     if mask is None and readable and on_cpu and q_length > 1:
-        mask = recognized(visible, shape, shape, torch.device(device))
+        mask = recognized(
+            lambda rows: of_library(rows.start, len(rows)), shape, shape, torch.device(device)
+        )
     if mask is None:
         return dense_mask()
     if keys is not None:

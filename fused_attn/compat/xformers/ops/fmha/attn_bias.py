@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.call.packed import cumulative
-from fused_attn.compat.rows import check_rows, rows_of_pages, used_rows
+from fused_attn.compat.rows import check_used, rows_of_pages, used_rows
 from fused_attn.compat.xformers.ops.fmha.seqlens import Device, SeqLenInfo
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall_on_tensor
@@ -178,10 +178,10 @@ class Blocks(AttentionBias):
         def make() -> tuple[Tensor, Tensor]:
             starts, lengths = keys.seqstart[:-1], keys.seqlen
             if table is None:
-                check_rows("attn_bias", lengths, total, starts)
+                check_used("attn_bias", lengths, total, starts)
                 return used_rows(starts, lengths), cumulative(lengths)
             num_pages = total // max(self.page_size, 1)
-            rows = rows_of_pages(table, self.page_size, num_pages, lengths, starts)
+            rows = rows_of_pages(table, self.page_size, num_pages, "attn_bias", lengths, starts)
             return rows, cumulative(lengths)
 
         sources = keys.seqlen, keys.seqstart, *(() if table is None else (table,))

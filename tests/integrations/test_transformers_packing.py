@@ -173,6 +173,18 @@ def test_models_that_pack_keep_the_signature_of_forward():
     assert not out[~REAL["right"]].any()
 
 
+def test_traces_of_padded_models_take_other_lengths():
+    fused, call = model("Bert").requires_grad_(False), inputs(REAL["right"])
+    fused_attn.swap_modules(fused, remove_padding=False)
+
+    def run(ids, mask):
+        return fused(ids, mask)[0]
+
+    short = [t[:, :5] for t in (call["input_ids"], call["attention_mask"])]
+    traced = torch.jit.trace(run, short, check_trace=False)
+    torch.testing.assert_close(traced(*call.values()), run(*call.values()))
+
+
 def test_models_that_pack_are_saved_under_their_own_name(tmp_path):
     packs = model("ModernBert")
     fused_attn.swap_modules(packs)

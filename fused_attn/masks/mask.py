@@ -326,7 +326,8 @@ def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
     """Create an ALiBi bias (attention with linear biases): add -slope * |i + offset - j| to scores.
 
     Args:
-        slopes: float (num_heads,) or (batch, num_heads). Gradients are not supported.
+        slopes: float (num_heads,) or (batch, num_heads), rounded to float32. Gradients are not
+            supported.
         align: sets the offset, as in `sliding_window`.
 
     Example:

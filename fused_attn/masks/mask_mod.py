@@ -42,8 +42,9 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
             attends to key kv_idx. The arguments are int scalar tensors under torch.vmap. Tensors
-            that the function reads must be on the device of query. In-place changes of those in its
-            closure are detected; other values that it reads must not change.
+            that the function reads must be on the device of query. In-place changes of tensors are
+            detected if the function, or one that it calls, captures them or reads them as a global,
+            a default or an attribute of itself. Other values that it reads must not change.
 
     Raises:
         TypeError: mask_mod is not callable.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -190,7 +190,7 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
             if own is None:
                 return None
             key.append(own)
-        elif isinstance(value, (int, float, str, torch.dtype, torch.device, CodeType, type(None))):
+        elif isinstance(value, (int, float, str, torch.dtype, torch.device, type(None))):
             key.append(value)
         elif not _is_constant(value):
             return None

@@ -384,12 +384,10 @@ def _tensors_read(value: Any, seen: set[int]) -> list[Tensor]:
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
         parts = [value.__func__, value.__self__]
-    elif isinstance(value, (tuple, list)):
-        parts = list(value)
-    elif isinstance(value, dict):
-        parts = list(value.values())
-    elif callable(value) and not isinstance(value, type):
-        parts = list(getattr(value, "__dict__", {}).values())
+    elif isinstance(value, (tuple, list, dict)):
+        parts = list(value.values() if isinstance(value, dict) else value)
+    if callable(value) and not isinstance(value, type):
+        parts += getattr(value, "__dict__", {}).values()
     return [tensor for part in parts for tensor in _tensors_read(part, seen)]
 
 

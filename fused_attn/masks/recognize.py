@@ -30,13 +30,11 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return hint
     if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
         return False
-    if mask.shape[0] != mask.shape[1] or not _is_plain(mask):
+    if mask.shape[0] != mask.shape[1] or mask.device.type != "cpu":
+        return False
+    if not plain_eager(mask):
         return False
     return recall_on_tensor(mask, "causal", (mask,), lambda: _compare(mask))
-
-
-def _is_plain(mask: Tensor) -> bool:
-    return mask.device.type == "cpu" and plain_eager(mask)
 
 
 def _compare(mask: Tensor) -> bool:

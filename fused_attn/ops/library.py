@@ -342,22 +342,20 @@ def _fake_norm_bwd(call: NormCall, *rest: Any) -> Any:
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _register(
-    name: str, call: type[Flat], run: Any, fake: Any, parameters: str, returns: str
-) -> None:
+def _register(run: Any, fake: Any, call: type[Flat], parameters: str, returns: str) -> None:
     """Register an op, with its fake implementation and its vmap rule.
 
     The arguments of the op are the fields of the flattened call, `parameters`, and the name of the
     backend.
 
     Args:
-        name: name of the op.
+        run, fake: functions _run_<name of the op> and _fake_<name>, which receive the call as one
+            object.
         call: class of the call.
-        run, fake: implementation and fake implementation, which receive the call as one object.
         parameters: further parameters, in schema syntax, each followed by ", ".
         returns: results, in schema syntax.
     """
-    size = len(call.NAMES)
+    name, size = run.__name__.removeprefix("_run_"), len(call.NAMES)
 
     def unflatten(function: Any) -> Any:
         def of_flat(*values: Any) -> Any:
@@ -393,51 +391,45 @@ def _vmap_rule(op: Any) -> Any:
 
 
 _register(
-    "attention_fwd",
-    AttentionCall,
     _run_attention_fwd,
     _fake_attention_fwd,
+    AttentionCall,
     "bool for_backward, bool want_lse, ",
     "(Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual)",
 )
 _register(
-    "attention_bwd",
-    AttentionCall,
     _run_attention_bwd,
     _fake_attention_bwd,
+    AttentionCall,
     "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, "
     "Tensor? grad_lse, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
 )
 _register(
-    "attention_weights",
-    AttentionCall,
     _run_attention_weights,
     _fake_attention_weights,
+    AttentionCall,
     "Tensor lse, Tensor lse_residual, bool average, ",
     "Tensor",
 )
 _register(
-    "attention_weights_bwd",
-    AttentionCall,
     _run_attention_weights_bwd,
     _fake_attention_weights_bwd,
+    AttentionCall,
     "Tensor lse, Tensor lse_residual, Tensor grad_weights, bool average, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_bias)",
 )
 _register(
-    "norm_fwd",
-    NormCall,
     _run_norm_fwd,
     _fake_norm_fwd,
+    NormCall,
     "",
     "(Tensor out, Tensor total, Tensor mean, Tensor rstd)",
 )
 _register(
-    "norm_bwd",
-    NormCall,
     _run_norm_bwd,
     _fake_norm_bwd,
+    NormCall,
     "Tensor mean, Tensor rstd, Tensor grad_out, Tensor? grad_total, bool needs_weight, "
     "bool needs_bias, ",
     "(Tensor grad_input, Tensor grad_total_sum, Tensor grad_weight, Tensor grad_bias)",

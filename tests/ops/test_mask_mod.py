@@ -266,15 +266,23 @@ class OfEnds:
         return k < self.ends[b]
 
 
-@pytest.mark.parametrize("kind", ["combined", "partial", "global", "object", "default"])
+@pytest.mark.parametrize(
+    "kind", ["combined", "partial", "global", "object", "default", "attribute"]
+)
 def test_tensors_that_a_function_reads_may_change(kind):
     ends, of_ends = torch.tensor([9, 9]), OfEnds()
+
+    def of_attribute(b, h, q, k):
+        return k < of_attribute.ends[b]
+
+    of_attribute.ends = ends
     functions = {
         "combined": flex.and_masks(lambda b, h, q, k: k < ends[b], lambda b, h, q, k: k <= q + 9),
         "partial": functools.partial(lambda n, b, h, q, k: k < n[b], ends),
         "global": lambda b, h, q, k: k < ENDS[b],
         "object": of_ends,
         "default": lambda b, h, q, k, ends=ends: k < ends[b],
+        "attribute": of_attribute,
     }
     mask, query = masks.from_mask_mod(functions[kind]), torch.randn(2, 1, 9, 8)
     attend = fused_attn.scaled_dot_product_attention

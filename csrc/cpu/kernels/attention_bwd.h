@@ -41,6 +41,10 @@ class AttentionBwd : BwdTile<T> {
   // Without chunks, the four packed operands of 2048 queries at head_dim 64 (three bfloat16 parts)
   // take 3 MiB, and L3 latency increases the time of an MMA from 30 to 50 cycles.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
+  // Keys times padded features of a KV block. Beyond it, key, value and their gradients leave L2:
+  // with 128 keys at head_dim 512, float32 took 1.1 to 1.5 times as long as with 64 (AVX-512, 2 MiB
+  // of L2; 1.15 times with AVX2).
+  static constexpr int64_t kBlockElements = 256 * kBlockN;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 
  public:
@@ -164,7 +168,7 @@ class AttentionBwd : BwdTile<T> {
         for (int64_t slot = 0; slot < count; ++slot) {
           this->pack_query_tile(b, h, chunk_begin_ + slot, slot, true);
         }
-        for (int64_t j = begin; j < end; j += kBlockN) {
+        for (int64_t j = begin; j < end; j += block_keys_) {
           block(b, h, h_kv, begin, j, end, count, grad_query);
         }
       }
@@ -180,7 +184,7 @@ class AttentionBwd : BwdTile<T> {
   // and adds the contribution of the block to grad_query.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              int64_t slots, A* grad_query) {
-    const int64_t n = min64(kBlockN, end - j);
+    const int64_t n = min64(block_keys_, end - j);
     A* const grad_key = grad_key_ + (j - begin) * wide_;
     A* const grad_value = grad_value_ + (j - begin) * wide_v_;
     bool loaded = false;
@@ -211,9 +215,11 @@ class AttentionBwd : BwdTile<T> {
     const SequenceRows keys = key_rows(p_, b);
     const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride;
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v;
-    k_ = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
-    v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
+    const bool same = !P::kPairs && key_columns_.count == 0;  // as the rows
+    k_ = same ? key_columns_.left
+              : P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
+    v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
   }
 
   // Computes the weights and dS of query tile `at` of the group, stores them for add_run(), and
@@ -328,6 +334,8 @@ class AttentionBwd : BwdTile<T> {
   static constexpr int64_t kPlane = kBlockN * kGroupStride;
   static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // in pairs; only if P::kPairs
 
+  const int64_t block_keys_ =
+      max64(wide_, wide_v_) * kBlockN > kBlockElements ? kBlockN / 2 : kBlockN;
   int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles per chunk; first of this chunk
   typename P::Left k_, v_;
   KeyColumns<T> key_columns_;

@@ -116,7 +116,7 @@ py::object run_forward(const AttentionReader& reader, bool for_backward, bool wa
     if (type.bits == 16)
       out_residual = new_rows(q, p.head_dim_v, kInt16, &p.out_residual, p.out_residual_strides);
   }
-  run_entry(&KernelTable::attention_fwd, p);
+  run_pass(attention_forward, p);
   return py::make_tuple(out, lse, lse_residual, out_residual);
 }
 
@@ -321,7 +321,7 @@ py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
     grad_bias = new_dense(bias.shape, 4, sums, &p.grad_bias);
     std::fill_n(static_cast<char*>(p.grad_bias), bias.numel() * sums.bits / 8, 0);
   }
-  run_entry(&KernelTable::attention_bwd, p);
+  run_pass(attention_backward, p);
   return py::make_tuple(grad_q, grad_k, grad_v, grad_bias);
 }
 

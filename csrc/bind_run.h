@@ -14,16 +14,20 @@ template <class Params>
 const KernelTable& kernels_for(const Params&) {
   return kernels();
 }
-const KernelTable& kernels_for(const AttentionParams& p) { return attention_kernels(p); }
-const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_kernels(p.fwd); }
 const KernelTable& kernels_for(const AttentionWeightsParams& p) { return attention_kernels(p.fwd); }
 const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
 
-// Runs a kernel without the GIL. Throws std::bad_alloc if the kernel is out of memory.
+// Runs a pass without the GIL. Throws std::bad_alloc if the pass is out of memory.
+template <class Params>
+void run_pass(bool (*pass)(const Params&), const Params& params) {
+  py::gil_scoped_release release;
+  if (!pass(params)) throw std::bad_alloc();
+}
+
+// As run_pass(), for an entry of the kernel table.
 template <class Params>
 void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
-  py::gil_scoped_release release;
-  if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
+  run_pass(kernels_for(params).*entry, params);
 }
 
 // Computes the summary of a mask tensor unless the spec has it, and stores it on the spec, for the

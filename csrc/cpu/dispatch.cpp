@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "block_ranges.h"
 
@@ -182,35 +183,26 @@ const KernelTable& choose_kernels(const char* wanted) {
                               wanted);
 }
 
-// Multiply-adds per key up to which float32 is faster with vectors than with AMX. Below it,
-// splitting a key into three parts costs more than AMX gains.
+// Sizes up to which float32 is faster with vectors than with AMX. Below them, splitting an operand
+// into three parts costs more than AMX gains. A size is a number of rows times head_dim: of the
+// queries if there are many keys, else of queries and keys.
 //
-// Forward of 384 heads, AMX and vectors, ms: L 32, D 64: 1.33 and 1.09. L 64, D 64: 3.2 and 3.5. L
-// 128, D 32: 4.9 and 5.9.
-constexpr int64_t kFewProducts = 2048;
+// Time with AMX / time with vectors, forward and backward of 96 heads (Intel, family 6, model 207).
+// Where other processes of the host slowed AMX down to a quarter, vectors won at all of these.
+//   128 x 128, D 64: 1.54, 1.20    256 x 256, D 64: 1.09, 0.88    128 x 1024, D 64: 0.87, 0.88
+//   197 x 197, D 64: 1.61, 1.09    384 x 384, D 64: 0.83, 0.78     48 x 1024, D 64: 1.32, 1.08
+//   128 x 128, D 128: 1.11, 0.89   256 x 256, D 128: 0.79, 0.84   512 x 512, D 32: 1.09, 0.99
+//   packed sequences of 16 to 256, D 32: 1.70, 1.27
+constexpr int64_t kQuerySize = 8192, kSequenceSize = 16384;
 
-// Limits up to which float32 is faster with vectors. AMX computes full blocks of 64 queries and 64
-// keys, vectors only the existing rows. Vectors win up to kPartOfBlock rows and kDimOfParts
-// features. Packed sequences may have up to kLongestOfParts rows if their average is at most
-// kPartOfBlock.
-//
-// Forward and backward of 32 heads, us: AMX 299 and 865, vectors 226 and 668 for 48 x 48, D 64. AMX
-// 568 and 1681, vectors 431 and 1179 for 40 x 40, D 128. AMX 266, vectors 125 for sequences of 20,
-// 30, 30 and 48. AMX is faster with D 256 and with 1024 keys (2727 compared with 4026).
-constexpr int64_t kPartOfBlock = 56, kLongestOfParts = 80, kDimOfParts = 128;
-
-bool wants_vectors(const AttentionParams& p) {
+bool wants_vectors(const AttentionParams& p, int64_t queries, int64_t keys) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  if (p.dtype != DType::kFloat32) return false;
-  if (p.seqlen_q * dim <= kFewProducts) return true;
-  if (dim > kDimOfParts) return false;
-  if (p.cu_seqlens_q == nullptr) return max64(p.seqlen_q, p.seqlen_k) <= kPartOfBlock;
-  const int64_t most = max64(p.cu_seqlens_q[p.batch], p.cu_seqlens_k[p.batch]);
-  return most <= kPartOfBlock * p.batch && max64(p.seqlen_q, p.seqlen_k) <= kLongestOfParts;
+  return p.dtype == DType::kFloat32 &&
+         (queries * dim <= kQuerySize || max64(queries, keys) * dim <= kSequenceSize);
 }
 
 // The selected kernel table, and the table for problems for which wants_vectors() returns true.
-std::atomic<const KernelTable*> current{nullptr}, current_few_products{nullptr};
+std::atomic<const KernelTable*> current{nullptr}, current_vectors{nullptr};
 
 // Selects and returns the kernels of an instruction set, or the best ones for null and "".
 const KernelTable& make_current(const char* wanted) {
@@ -218,9 +210,35 @@ const KernelTable& make_current(const char* wanted) {
   const KernelTable* vectors = nullptr;
   const bool any = wanted == nullptr || *wanted == '\0';
   if (any && std::strncmp(table->isa, "amx", 3) == 0) vectors = first_kernels("avx512");
-  current_few_products.store(vectors == nullptr ? table : vectors, std::memory_order_release);
+  current_vectors.store(vectors == nullptr ? table : vectors, std::memory_order_release);
   current.store(table, std::memory_order_release);
   return *table;
+}
+
+// Calls run(kernels, part) for the parts of a problem that have different kernels. If sequences are
+// packed, each has the kernels that it would have alone, so its bits do not depend on the others.
+// A bias is shared by all sequences, and its gradient is a sum over them, so they have one kernel.
+template <class Run>
+bool run_parts(const AttentionParams& p, const Run& run) {
+  const KernelTable& whole = attention_kernels(p);
+  const KernelTable &tiles = kernels(), &vectors = *current_vectors.load(std::memory_order_acquire);
+  if (&tiles == &vectors || p.cu_seqlens_q == nullptr || p.mask.bias.data != nullptr)
+    return run(whole, p);
+  const auto is_short = [&](int64_t b) {
+    return wants_vectors(p, query_rows(p, b).count, key_rows(p, b).count);
+  };
+  int64_t short_ones = 0;
+  for (int64_t b = 0; b < p.batch; ++b) short_ones += is_short(b) ? 1 : 0;
+  if (short_ones == p.batch) return run(vectors, p);
+  if (short_ones == 0) return run(tiles, p);
+  std::vector<uint8_t> left_out(static_cast<size_t>(p.batch));
+  AttentionParams part = p;
+  part.left_out = left_out.data();
+  for (const KernelTable* table : {&vectors, &tiles}) {
+    for (int64_t b = 0; b < p.batch; ++b) left_out[b] = is_short(b) != (table == &vectors);
+    if (!run(*table, part)) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -232,7 +250,22 @@ const KernelTable& kernels() {
 
 const KernelTable& attention_kernels(const AttentionParams& p) {
   const KernelTable& table = kernels();
-  return wants_vectors(p) ? *current_few_products.load(std::memory_order_acquire) : table;
+  const bool vectors = wants_vectors(p, p.seqlen_q, p.seqlen_k);
+  return vectors ? *current_vectors.load(std::memory_order_acquire) : table;
+}
+
+bool attention_forward(const AttentionParams& p) {
+  return run_parts(p, [](const KernelTable& table, const AttentionParams& part) {
+    return table.attention_fwd(part);
+  });
+}
+
+bool attention_backward(const AttentionBwdParams& p) {
+  return run_parts(p.fwd, [&](const KernelTable& table, const AttentionParams& part) {
+    AttentionBwdParams of_part = p;
+    of_part.fwd = part;
+    return table.attention_bwd(of_part);
+  });
 }
 
 void set_isa(const char* isa) {

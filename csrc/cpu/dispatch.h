@@ -33,9 +33,13 @@ struct KernelTable {
 const KernelTable& kernels();
 
 // Returns the kernels for an attention problem. They are those of kernels(), unless another
-// instruction set is faster for the problem and the user selected none. A forward and its backward
-// use the same kernels.
+// instruction set is faster for the problem and the user selected none.
 const KernelTable& attention_kernels(const AttentionParams& p);
+
+// Run a pass of attention_kernels(), or of those that each packed sequence would have alone. A
+// forward and its backward use the same kernels. Return false if out of memory.
+bool attention_forward(const AttentionParams& p);
+bool attention_backward(const AttentionBwdParams& p);
 
 // Selects the entry of isas.inc that kernels() returns; "" restores the default. Throws
 // std::invalid_argument if the entry does not exist or cannot run on this CPU. This function is for

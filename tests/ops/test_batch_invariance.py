@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import drawn, short, use_threads
+from helpers import drawn, short, use_isa, use_threads
 from torch import Tensor
 
 import fused_attn
@@ -15,7 +15,7 @@ from fused_attn import masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAGE = 32
-LONGEST_OF_VECTORS = 80  # with AMX, up to this many queries may run on vector units
+LONGEST_OF_VECTORS = 32  # with AMX, up to this many queries may run on vector units
 
 
 class Case:
@@ -184,6 +184,13 @@ def test_packed_prompts_and_decoding_steps(dtype, isa):
         pytest.skip("reason: with AMX, short sequences run on vector units")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]
     check_packed(lengths_q, lengths_k, 64, dtype)
+
+
+def test_packed_batch_on_the_default_kernels():
+    """With AMX, float32 sequences of at most 256 tokens run on vector units, in any batch."""
+    lengths = [7, 300, 33, 1, 256, 90, 257, 100]
+    with use_isa(""):
+        check_packed(lengths, lengths, 64, torch.float32)
 
 
 @pytest.mark.thorough

@@ -112,15 +112,22 @@ def test_small_float32_calls_run_on_avx512():
     if not cpp.isa().startswith("amx"):
         pytest.skip("reason: AMX is not the default here")
 
-    def run(isa, seqlen_q):
-        tensors = [t.requires_grad_() for t in random_qkv(1, 2, 2, seqlen_q, 200, 32).values()]
+    def run(isa, seqlen_q, seqlen_k):
+        sizes = 1, 2, 2, seqlen_q, seqlen_k, 64
+        tensors = [t.requires_grad_() for t in random_qkv(*sizes).values()]
         with use_isa(isa):
             out = functional.scaled_dot_product_attention(*tensors)
             return out, *torch.autograd.grad(out.square().sum(), tensors)
 
-    for seqlen_q, other in ((64, "avx512"), (65, cpp.isa())):
-        for a, b in zip(run("", seqlen_q), run(other, seqlen_q), strict=True):
-            assert torch.equal(a, b)
+    on_amx = cpp.isa()
+    for isa, *size in (
+        ("avx512", 256, 256),
+        (on_amx, 257, 257),
+        ("avx512", 128, 400),
+        (on_amx, 129, 400),
+    ):
+        for a, b in zip(run("", *size), run(isa, *size), strict=True):
+            assert torch.equal(a, b), size
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00001, -1], ids=hex)

@@ -31,7 +31,7 @@ bool by_sequence(const AttentionParams& p, const IsFew& is_few, const Few& few,
     if ((present >> n & 1) == 0) continue;
     int64_t longest = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
-      left_out[b] = queries_of_few(b) != n;
+      left_out[b] = queries_of_few(b) != n || (p.left_out != nullptr && p.left_out[b] != 0);
       if (left_out[b] == 0) longest = max64(longest, key_rows(p, b).count);
     }
     AttentionParams part = p;

@@ -217,8 +217,7 @@ class AttentionBwd : BwdTile<T> {
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v;
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
     const bool same = !P::kPairs && key_columns_.count == 0;  // as the rows
-    k_ = same ? key_columns_.left
-              : P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
+    k_ = same ? key_columns_.left : P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
     v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
   }
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import CpuMeter
-from rival_attention import attempt, openvino_options
+from rival_attention import attempt, onnxruntime_options, openvino_options
 from torch import Tensor
 from torch.nn import Module
 
@@ -141,9 +141,9 @@ def in_onnxruntime(path: Path, model: str, kind: str) -> Run:
         quantize_dynamic(path, own, weight_type=QuantType.QInt8)
     else:
         own = path
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = ort.InferenceSession(str(own), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        str(own), onnxruntime_options(), providers=["CPUExecutionProvider"]
+    )
 
     def run(inputs: Inputs) -> Tensor:
         feeds = {name: tensor.numpy() for name, tensor in inputs.items()}

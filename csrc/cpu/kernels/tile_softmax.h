@@ -31,9 +31,13 @@ template <class T, bool kSum>
 class ExpWeights {
   using F = TileFormat<T>;
   static constexpr int kMaximumSlack = 8;
+  // exp2_nearest() wraps around from 2^128 on. Scores that far above the shift are clamped to this
+  // exponent of 2, so that overflows() is true.
+  static constexpr float kMostExponent = 100;
 
  public:
-  explicit ExpWeights(const ExpUnit<float>& unit) : unit_(unit) {}
+  explicit ExpWeights(const ExpUnit<float>& unit)
+      : unit_(unit), most_(broadcast(kMostExponent / unit.high)) {}
 
   static Vec<float> start(const ExpUnit<float>&, Vec<float>* shift) { return *shift; }
 
@@ -50,8 +54,8 @@ class ExpWeights {
   // keep: dropout bits of this half, used with kDrops. The row sums include dropped weights.
   template <int kHalf, bool kDrops>
   FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t keep, uint16_t* to) {
-    a = exp_nonpositive<float, kPrecision<T>>(a - shift_, unit_);
-    b = exp_nonpositive<float, kPrecision<T>>(b - shift_, unit_);
+    a = exp_nonpositive<float, kPrecision<T>>(lowered(a), unit_);
+    b = exp_nonpositive<float, kPrecision<T>>(lowered(b), unit_);
     if (kSum) sum_ += a + b;
     F::template store_weights<kDrops>(to, a, b, keep, &rounded_);
   }
@@ -69,7 +73,14 @@ class ExpWeights {
   }
 
  private:
+  FUSED_ATTN_INLINE Vec<float> lowered(Vec<float> scores) const {
+    const Vec<float> by_shift = scores - shift_;
+    if constexpr (kPrecision<T> != Precision::kFull) return by_shift;  // VSCALEFPS returns infinity
+    return (Vec<float>)_mm512_min_ps((__m512)most_, (__m512)by_shift);  // NaN remains NaN
+  }
+
   const ExpUnit<float> unit_;
+  const Vec<float> most_;
   Vec<float> shift_{}, rounded_{}, sum_{};
 };
 

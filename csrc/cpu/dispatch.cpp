@@ -187,8 +187,8 @@ const KernelTable& choose_kernels(const char* wanted) {
 // into three parts costs more than AMX gains. A size is a number of rows times head_dim: of the
 // queries if there are many keys, else of queries and keys.
 //
-// Time with AMX / time with vectors, forward and backward of 96 heads (Intel, family 6, model 207).
-// Where other processes of the host slowed AMX down to a quarter, vectors won at all of these.
+// Time with AMX / time with vectors, forward and backward of 48 to 384 heads (Intel, family 6,
+// model 207). While the host slowed AMX down to a quarter, they were 1.10 to 1.74 and 0.96 to 1.37.
 //   128 x 128, D 64: 1.54, 1.20    256 x 256, D 64: 1.09, 0.88    128 x 1024, D 64: 0.87, 0.88
 //   197 x 197, D 64: 1.61, 1.09    384 x 384, D 64: 0.83, 0.78     48 x 1024, D 64: 1.32, 1.08
 //   128 x 128, D 128: 1.11, 0.89   256 x 256, D 128: 0.79, 0.84   512 x 512, D 32: 1.09, 0.99
@@ -220,10 +220,9 @@ const KernelTable& make_current(const char* wanted) {
 // A bias is shared by all sequences, and its gradient is a sum over them, so they have one kernel.
 template <class Run>
 bool run_parts(const AttentionParams& p, const Run& run) {
-  const KernelTable& whole = attention_kernels(p);
   const KernelTable &tiles = kernels(), &vectors = *current_vectors.load(std::memory_order_acquire);
   if (&tiles == &vectors || p.cu_seqlens_q == nullptr || p.mask.bias.data != nullptr)
-    return run(whole, p);
+    return run(attention_kernels(p), p);
   const auto is_short = [&](int64_t b) {
     return wants_vectors(p, query_rows(p, b).count, key_rows(p, b).count);
   };

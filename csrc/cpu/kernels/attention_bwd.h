@@ -41,10 +41,10 @@ class AttentionBwd : BwdTile<T> {
   // Without chunks, the four packed operands of 2048 queries at head_dim 64 (three bfloat16 parts)
   // take 3 MiB, and L3 latency increases the time of an MMA from 30 to 50 cycles.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
-  // Keys times padded features of a KV block. Beyond it, key, value and their gradients leave L2:
-  // with 128 keys at head_dim 512, float32 took 1.1 to 1.5 times as long as with 64 (AVX-512, 2 MiB
-  // of L2; 1.15 times with AVX2).
-  static constexpr int64_t kBlockElements = 256 * kBlockN;
+  // From more features on, KV blocks have 64 keys. With 128, key, value and their gradients leave
+  // L2: at head_dim 512, float32 took 1.1 to 1.5 times as long (AVX-512, 2 MiB of L2; 1.15 times
+  // with AVX2).
+  static constexpr int64_t kMostFeatures = 256;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 
  public:
@@ -333,8 +333,7 @@ class AttentionBwd : BwdTile<T> {
   static constexpr int64_t kPlane = kBlockN * kGroupStride;
   static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // in pairs; only if P::kPairs
 
-  const int64_t block_keys_ =
-      max64(wide_, wide_v_) * kBlockN > kBlockElements ? kBlockN / 2 : kBlockN;
+  const int64_t block_keys_ = max64(wide_, wide_v_) > kMostFeatures ? kBlockN / 2 : kBlockN;
   int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles per chunk; first of this chunk
   typename P::Left k_, v_;
   KeyColumns<T> key_columns_;

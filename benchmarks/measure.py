@@ -13,16 +13,15 @@ from typing import Any, Protocol
 import torch
 
 import fused_attn
-from fused_attn.backends.fields import DTYPES
 from fused_attn.tools.ceilings import cpu_ceilings
 from fused_attn.tools.doctor import cpu_model
 from fused_attn.tools.timing import CALLS_A_ROUND, cpu_seconds, gpu_seconds
 
 Calls = Sequence[Callable[[], Any]]  # the same call on different operand sets
 
-# A peak rate that is below the highest one by a larger fraction shows that the machine is throttled
-# or shared. A case is measured again, up to this number of times in total, before it fails.
-THROTTLE_LIMIT, MAX_ATTEMPTS = 0.15, 20
+# A larger relative change of the peak rate during a case shows that the machine was throttled or
+# shared. The case is then measured again, up to three times in total, before it fails.
+THROTTLE_LIMIT = 0.15
 MAX_ROUNDS = 60
 # On a GPU, an implementation is measured for WAY_SECONDS, within these numbers of samples.
 WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50
@@ -65,32 +64,20 @@ class CpuMeter:
         from fused_attn import _cpu  # GPU benchmarks do without the compiled module
 
         self.module = _cpu
-        self.highest = [0.0, 0.0]  # rates of multiply-adds and of matmuls
-        self.round_seconds, self.min_rounds, self.trials = (0.25, 3, 2) if quick else (0.5, 5, 6)
+        self.round_seconds, self.min_rounds = (0.25, 3) if quick else (0.5, 5)
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return median seconds, measured while the machine reaches its highest rates."""
-        for _ in range(MAX_ATTEMPTS):
-            if not self.is_steady():
-                time.sleep(1)
-                continue
-            result = self.medians(ways)
-            if self.is_steady():
-                return result
-        rates = ", ".join(f"{rate / 1e9:.0f}" for rate in self.highest)
-        raise RuntimeError(f"the machine is throttled: its rates were {rates} GFLOP/s before")
-
-    def is_steady(self) -> bool:
-        """Return True if multiply-adds and matmuls have the highest rates so far.
-
-        A shared CPU can slow AMX down to a quarter, while multiply-adds keep their rate.
-        """
+        """Return median seconds. Measure again if the machine's peak rate changed meanwhile."""
         threads = torch.get_num_threads()
-        matmul = self.module.product_peak(DTYPES[torch.bfloat16], threads)
-        rates = [self.module.multiply_add_peak(threads), matmul]
-        self.highest = [max(pair) for pair in zip(rates, self.highest, strict=True)]
-        limit = 1 - THROTTLE_LIMIT
-        return all(a > limit * b for a, b in zip(rates, self.highest, strict=True))
+        for _ in range(3):
+            before = self.module.multiply_add_peak(threads)
+            result = self.medians(ways)
+            after = self.module.multiply_add_peak(threads)
+            if abs(after / before - 1) < THROTTLE_LIMIT:
+                return result
+        raise RuntimeError(
+            f"the machine is throttled: {before / 1e9:.0f} -> {after / 1e9:.0f} GFLOP/s"
+        )
 
     host_seconds = seconds
 
@@ -122,10 +109,7 @@ class CpuMeter:
 
     def ceilings(self) -> dict[str, float]:
         """Measure the rates of matmuls by dtype, float32 multiply-adds, copying and reading."""
-        trials = [cpu_ceilings() for _ in range(self.trials)]  # seconds apart
-        highest = {name: max(rates[name] for rates in trials) for name in trials[0]}
-        self.highest = [highest["multiply_add"], highest["bfloat16"]]
-        return highest
+        return cpu_ceilings()
 
     def peak(self, dtype: str) -> str:
         return dtype

@@ -223,7 +223,9 @@ inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
 //
 // Masked keys have weight 0, but 0 * NaN is NaN. Non-finite rows are therefore packed as 0 and
 // listed in `nonfinite`. After each matmul with the block, the kernels call add_nonfinite().
-template <class T>
+//
+// kInGroups: packed by Product<T>::column_groups() instead of columns().
+template <class T, bool kInGroups = false>
 struct KeyColumns {
   using A = Acc<T>;
   typename Product<T>::Left left{};
@@ -251,7 +253,8 @@ struct KeyColumns {
       src = stage;
       row_stride = wide;
     }
-    left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
+    left = kInGroups ? Product<T>::column_groups(src, row_stride, n, dim, stage, buffer)
+                     : Product<T>::columns(src, row_stride, n, dim, stage, buffer);
   }
 
   // Accumulates weights * rows into out for the non-finite rows among keys [lo, hi). Skips zero

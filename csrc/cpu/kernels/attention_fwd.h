@@ -147,6 +147,11 @@ class AttentionFwd {
       k_ = P::rows(key + j * p_.key_strides[2], p_.key_strides[2], n, p_.head_dim, stage_, key_);
       v_.load(value + j * p_.value_strides[2], p_.value_strides[2], n, p_.head_dim_v, guards_,
               stage_, value_);
+      if (prefetch_.begin_block(j + kBlockN < keys.count)) {
+        const int64_t next = j + kBlockN, rows = min64(kBlockN, keys.count - next);
+        prefetch_.add(key + next * p_.key_strides[2], p_.key_strides[2], rows, p_.head_dim);
+        prefetch_.add(value + next * p_.value_strides[2], p_.value_strides[2], rows, p_.head_dim_v);
+      }
       for (int64_t i = 0; i < tiles; ++i) score_tile(tiles_[i]);
     }
     for (int64_t i = 0; i < count; ++i) end_query_tile(b, h, (first + i) * kRows, query_tiles_[i]);
@@ -227,11 +232,11 @@ class AttentionFwd {
   //
   // factors: scales what has been accumulated before; null if the factors are 1.
   void multiply_value(const TileOf& tile, const RightElement* weights, A* factors) {
-    const typename P::Left value = v_.left.from_key(tile.offset);
+    const typename P::Left value = v_.left.group_from_key(tile.offset);
     const typename P::Right right = P::right_view(weights, ColumnSoftmax<T>::kPart);
     A* const out = tile.query_tile->out;
     const int64_t m = p_.head_dim_v, n = tile.at.n;
-    constexpr Layout kLayout = Layout::kColumnMajor;
+    constexpr Layout kLayout = P::kGroups;
     if (!tile.query_tile->has_out) {
       P::template multiply<kLayout, Into::kStore>(m, n, value, right, out, kRows, nullptr,
                                                   prefetch_);
@@ -280,7 +285,7 @@ class AttentionFwd {
   Arena arena_;
   typename P::Registers registers_;
   SequenceRows queries_{};  // query rows of the current sequence
-  KeyColumns<T> v_;
+  KeyColumns<T, true> v_;
   typename P::Left k_;
   QueryTile query_tiles_[kMaxQueryTiles];
   TileOf tiles_[kMaxQueryTiles];

@@ -1,9 +1,10 @@
-// Prefetches the operands of the next head while a head is computed.
+// Prefetches the operands of the next head, or of the next KV block, while one is computed.
 //
 // In a batch of short sequences, each head is read from L3 or memory once, and its few rows end
 // before the processor's own prefetching has adapted to them. For 8 x 12 heads of 128 x 64 in
 // bfloat16 that are not in L2, prefetching reduces the time of a forward from 0.80 to 0.57 ms (AMD
-// Zen 5).
+// Zen 5). Longer sequences are read one KV block after another, in rows that lie far apart: with
+// prefetching, 8 heads of 1024 x 64 in float32 take 0.94 of the time (AMD Zen 3).
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -22,13 +23,21 @@ class HeadPrefetch {
   // rows: maximum number of rows of an operand of a head.
   // calls: expected number of calls of the operator per head.
   HeadPrefetch(int64_t bytes, int64_t heads, int64_t rows, int64_t calls)
-      : wanted_(!fit_caches(bytes) && bytes / max64(heads, 1) <= kMaxBytes),
-        rows_per_call_(div_up(rows, max64(calls, 1))) {}
+      : heads_(!fit_caches(bytes) && bytes / max64(heads, 1) <= kMaxBytes),
+        blocks_(!fit_caches(bytes) && !heads_),
+        rows_per_call_(heads_ ? div_up(rows, max64(calls, 1)) : 1) {}
 
   // Starts to prefetch another head. Returns false if nothing should be added.
   bool begin(bool exists) {
     row_ = end_ = count_ = 0;
-    return wanted_ && exists;
+    return heads_ && exists;
+  }
+
+  // Starts to prefetch another KV block of a head that is too large to be prefetched as a whole.
+  bool begin_block(bool exists) {
+    if (!blocks_) return false;
+    row_ = end_ = count_ = 0;
+    return exists;
   }
 
   // Adds the rows of an operand or, if `written`, of a result. The stride is in elements.
@@ -68,7 +77,7 @@ class HeadPrefetch {
     bool written;
   };
 
-  bool wanted_ = false;
+  bool heads_ = false, blocks_ = false;  // what is prefetched
   int64_t rows_per_call_ = 0, row_ = 0, end_ = 0;
   int count_ = 0;
   Operand operands_[kMaxOperands];

@@ -62,6 +62,9 @@ class NumberProduct {
     int64_t stride;
     Left from_row(int64_t r) const { return {data + r * stride, stride}; }
     Left from_key(int64_t t) const { return from_row(t); }  // here, columns() returns rows
+    Left group_from_key(int64_t t) const {
+      return kInGroups ? Left{data + t * kGroupRows, stride} : from_key(t);
+    }
   };
   struct Right {
     const A* data;
@@ -74,7 +77,9 @@ class NumberProduct {
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 4); }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, kRows); }
   static int64_t left_size(int64_t rows, int64_t dim) { return rows * dim; }
-  static int64_t columns_size(int64_t keys, int64_t dim) { return left_size(keys, dim); }
+  static int64_t columns_size(int64_t keys, int64_t dim) {
+    return left_size(keys, round_up(dim, kGroupRows));
+  }
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
 
   // Returns rows of key or value as a left operand, in place if they are adjacent and need no
@@ -92,6 +97,30 @@ class NumberProduct {
   // Layout::kColumnMajor.
   static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage, A* buffer) {
     return rows(src, stride, n, dim, stage, buffer);
+  }
+
+  // Packs rows like columns(), but in groups of features, (group, key, kGroupRows), which
+  // multiply() reads from beginning to end. In rows that are a power of two apart, a feature of all
+  // keys shares few sets of L1. With AVX2 (Zen 3), the forward is 3 to 12 % faster; the backward,
+  // whose blocks serve fewer query tiles, is not. Groups of 6 rows do not divide vectors.
+  static constexpr int64_t kGroupRows = rows_at_once(kStepsOf<T, kSumSteps>);
+  static constexpr bool kInGroups = sizeof(T) == sizeof(A);
+  static constexpr Layout kGroups = kInGroups ? Layout::kColumnGroups : Layout::kColumnMajor;
+  static Left column_groups(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
+                            A* buffer) {
+    if constexpr (!kInGroups) return columns(src, stride, n, dim, stage, buffer);
+    constexpr int64_t kLane = kLanes<A>, kPiece = kGroupRows < kLane ? kGroupRows : kLane;
+    for (int64_t t = 0; t < n; ++t) {
+      const T* const row = src + t * stride;
+      const auto at = [=](int64_t d) FUSED_ATTN_LAMBDA {
+        const int64_t in_group = d % kGroupRows;
+        return buffer + (d - in_group) * n + t * kGroupRows + in_group;
+      };
+      int64_t d = 0;
+      for (; d + kPiece <= dim; d += kPiece) memcpy(at(d), row + d, kPiece * sizeof(A));
+      for (; d < dim; ++d) *at(d) = to_acc(row[d]);
+    }
+    return {buffer, n};
   }
 
   // Packs kRows rows of pad_dim(dim) elements as a right operand with features as steps and rows as
@@ -142,7 +171,7 @@ class NumberProduct {
   // because totals are spilled.
   static constexpr bool kFindsMaxima = false;
   // Returns the number of groups in which multiply() computes m rows.
-  static int64_t groups(int64_t m) { return (m + kMicroRows - 1) / kMicroRows; }
+  static int64_t groups(int64_t m) { return (m + kGroupRows - 1) / kGroupRows; }
   // between: called before each group of rows.
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
@@ -184,6 +213,7 @@ class PairProduct {
     int64_t stride, part;  // the stride is in words if columns() stores words by keys
     Left from_row(int64_t r) const { return {data + r * stride, stride, part}; }
     Left from_key(int64_t t) const { return {data + (kByKeys ? t * stride : t), stride, part}; }
+    Left group_from_key(int64_t t) const { return from_key(t); }
   };
   struct Right {
     const uint32_t* data;
@@ -269,6 +299,12 @@ class PairProduct {
       }
     }
     return {buffer, apart, wide * apart};
+  }
+
+  static constexpr Layout kGroups = Layout::kColumnMajor;
+  static Left column_groups(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
+                            uint16_t* buffer) {
+    return columns(src, stride, n, dim, stage, buffer);
   }
 
   // The stride must be even.

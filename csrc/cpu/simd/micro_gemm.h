@@ -1,21 +1,24 @@
 // C = A * B for small tiles, in vector registers.
 //
 // C is (m, 2 vectors) and B (k, 2 vectors); the elements of A are broadcast. Each K step loads two
-// vectors of B and kMicroRows elements of A. On a machine with two multiply-add units,
+// vectors of B and rows_at_once() elements of A. On a machine with two multiply-add units,
 // multiply-adds alone then limit the speed.
 //
-// The sums of kMicroRows rows of C stay in registers, and so do most of the totals to which they
-// are added. Products alone, as shares of the peak rate of multiply-adds (float32, AMD Zen 5, 64
-// steps of A stored by rows and 128 of A stored by columns; sums of 16 steps unless stated):
+// The sums of these rows of C stay in registers, and so do most of the totals to which they are
+// added. Products alone, as shares of the peak rate of multiply-adds (float32, 64 steps of A stored
+// by rows and 128 of A stored by columns; sums of 16 steps unless stated):
 //
-//   sums added to C in memory, 12 rows: 0.95, 0.96; 8 steps 0.90, 0.93
-//   totals in registers, 6 rows: 0.98, 0.88, because 12 sums are too few to hide the latency
-//   totals in registers, 8 rows: 0.97, 0.97; 8 steps 0.97, 0.98, although a few totals are spilled
-//   one sum, 8 rows: 0.98, 0.99
+//   AVX-512, AMD Zen 5
+//     sums added to C in memory, 12 rows: 0.95, 0.96; 8 steps 0.90, 0.93
+//     totals in registers, 6 rows: 0.98, 0.88, because 12 sums are too few to hide the latency
+//     totals in registers, 8 rows: 0.97, 0.97; 8 steps 0.97, 0.98, although a few are spilled
+//     one sum, 8 rows: 0.98, 0.99
+//   AVX2, AMD Zen 3
+//     6 rows, all totals spilled: 0.77, 0.80; if another thread uses the same core 0.73, 0.73
+//     4 rows: 0.92, 0.90; 0.74, 0.72
+//     one sum, 6 rows: 0.93, 0.94; 0.87, 0.84; 4 rows: 0.97, 0.91; 0.78, 0.75
 //
-// With AVX2 (6 rows, AMD Zen 1), all totals are spilled: 0.83, 0.85; one sum 0.97, 0.96. If the
-// first step of a sum is a product and the first sum is the total: 0.87, 0.89. Whole forwards then
-// took the same time, backwards 1 to 5 % less, and the module was 2 % larger, so it is not done.
+// On an AMD Zen 1, whose units are half as wide, 6 rows reach 0.83 and 0.85, one sum 0.97 and 0.96.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -38,8 +41,12 @@ enum class Into {
 // Value of kSteps for a single sum over all steps.
 constexpr int64_t kAllSteps = int64_t{1} << 40;
 
+// Returns the number of rows that are multiplied at once.
+constexpr int rows_at_once(int64_t steps) { return steps == kAllSteps ? kMicroRows : kTotalRows; }
+
 // Layout of A. Element (r, t) is a[r * lda + t] if kRowMajor, and a[t * lda + r] if kColumnMajor.
-enum class Layout { kRowMajor, kColumnMajor };
+// kColumnGroups is column-major in groups of rows_at_once(kSteps) rows, each with lda columns.
+enum class Layout { kRowMajor, kColumnMajor, kColumnGroups };
 
 // Multiply-add whose K step is one element of the accumulator type.
 template <class A>
@@ -85,7 +92,9 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
     const auto b0 = load(b + t * ldb), b1 = load(b + t * ldb + kLane);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const auto x = kLayout == Layout::kRowMajor ? a[r * lda + t] : a[t * lda + r];
+      const auto x = kLayout == Layout::kRowMajor      ? a[r * lda + t]
+                     : kLayout == Layout::kColumnMajor ? a[t * lda + r]
+                                                       : a[t * rows_at_once(kSteps) + r];
       sum[r][0] = Op::multiply_add(x, b0, sum[r][0]);
       sum[r][1] = Op::multiply_add(x, b1, sum[r][1]);
     }
@@ -138,10 +147,13 @@ template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps, class
 inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
                       int64_t ldc, typename Op::Result* columns, Between& between) {
-  const int64_t step = kLayout == Layout::kRowMajor ? lda : 1;
   for (; r + kRows <= m; r += kRows) {
     between();
-    gemm_rows<Op, kRows, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc,
+    const int64_t in_group = r % rows_at_once(kSteps);
+    const int64_t row = kLayout == Layout::kRowMajor      ? r * lda
+                        : kLayout == Layout::kColumnMajor ? r
+                                                          : (r - in_group) * lda + in_group;
+    gemm_rows<Op, kRows, kLayout, kInto, kSteps>(k, a + row, lda, b, ldb, c + r * ldc, ldc,
                                                  columns);
   }
   if constexpr (kRows > 1) {
@@ -158,8 +170,8 @@ template <class Op, Layout kLayout, Into kInto, int64_t kSteps, class Between>
 inline void gemm(int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                  const typename Op::Element* b, int64_t ldb, typename Op::Result* c, int64_t ldc,
                  typename Op::Result* columns, Between& between) {
-  gemm_from<Op, kMicroRows, kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc, columns,
-                                                    between);
+  gemm_from<Op, rows_at_once(kSteps), kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc,
+                                                              columns, between);
 }
 
 }  // namespace

@@ -30,18 +30,21 @@ struct Nothing {
   void operator()() const {}
 };
 
+// kMicroRows, kTotalRows: rows that micro_gemm.h multiplies at once, if a result is one sum and if
+// it is a total of sums.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kMicroRows = 8;  // see micro_gemm.h
+constexpr int kMicroRows = 8, kTotalRows = 8;
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kMicroRows = 6;  // 6 x 2 accumulators in 16 registers
+constexpr int kMicroRows = 6, kTotalRows = 4;  // 6 x 2 sums in 16 registers
 #elif defined(FUSED_ATTN_NEON)
 constexpr int kVectorBytes = 16;
-constexpr int kMicroRows = 8;  // 8 x 2 accumulators; with 12 rows, GCC spills four
+constexpr int kMicroRows = 8, kTotalRows = 8;  // 8 x 2 sums; with 12 rows, GCC spills four
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kMicroRows = 4;  // without fused multiply-add, the products need registers too
+// Without fused multiply-add, the products need registers too.
+constexpr int kMicroRows = 4, kTotalRows = 4;
 #endif
 
 template <class T>

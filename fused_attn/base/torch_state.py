@@ -117,6 +117,13 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def has_tangent(*tensors: Tensor) -> bool:
+    """Return True if any of the tensors is a dual number of forward-mode AD."""
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+
+
 def host_readable(tensor: Tensor) -> bool:
     """Return True if values can be read on the host without a device sync or a graph break.
 

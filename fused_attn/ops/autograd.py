@@ -2,6 +2,9 @@
 
 First-order gradients are computed by kernels; second_order.py differentiates a backward. `apply`
 receives the call, and its tensors again as arguments, which autograd and torch.compile track.
+
+Programs of torch.export call the ops instead, which apply the Functions when they run: torch would
+export the forward of a Function without gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import Backend, reference
+from fused_attn.backends import Backend, get_backend, reference
 from fused_attn.base.flat import FlatT
 from fused_attn.base.torch_state import is_compiling, plain_eager
 from fused_attn.call.attention import (
@@ -36,6 +39,9 @@ def attention(
     Args:
         outputs: results of the forward if it has run; otherwise, it runs through its op.
     """
+    if torch.compiler.is_exporting():
+        outputs = library.attention_fwd(call, backend, True, want_lse)
+        return outputs.out, outputs.lse if want_lse else None
     call, tensors = _tracked(call)
     results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *tensors)
     return results if want_lse else (results, None)
@@ -43,6 +49,8 @@ def attention(
 
 def attention_for_weights(call: AttentionCall, backend: Backend) -> tuple[Tensor, ...]:
     """Return out, lse and lse_residual of a call, for `weights`; out and lse have gradients."""
+    if torch.compiler.is_exporting():
+        return library.attention_fwd(call, backend, True, True)[:3]
     call, tensors = _tracked(call)
     return _Attention.apply(call, backend, None, 3, *tensors)
 
@@ -51,20 +59,24 @@ def weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: Backend
 ) -> Any:
     """Return the attention weights of a call (see `AttentionCall.weights`), with gradients."""
+    if torch.compiler.is_exporting():
+        return library.attention_weights(call, lse, lse_residual, average, backend)
     call, tensors = _tracked(call)
     return _Weights.apply(call, lse, lse_residual, average, backend, *tensors)
 
 
 def norm(call: NormCall, backend: Backend, outputs: NormOutputs | None) -> Any:
     """Return out and total of a norm call, with gradients. For `outputs`, see `attention`."""
+    if torch.compiler.is_exporting():
+        return library.norm_fwd(call, backend, True, call.has_total)[:2]
     call, tensors = _tracked(call)
-    return _Norm.apply(call, backend, outputs, *tensors)
+    return _Norm.apply(call, backend, outputs, 2, *tensors)
 
 
 _BIAS = AttentionCall.TENSORS.index("bias")
 _NORM_WEIGHT, _NORM_BIAS = NormCall.TENSORS.index("weight"), NormCall.TENSORS.index("bias")
 # Number of arguments of `apply` before the tensors.
-_ATTENTION_FIRST, _WEIGHTS_FIRST, _NORM_FIRST = 4, 5, 3
+_ATTENTION_FIRST, _WEIGHTS_FIRST, _NORM_FIRST = 4, 5, 4
 
 
 # Do not define setup_context: `apply` would inspect signatures on every call, which takes longer
@@ -86,8 +98,7 @@ class _Attention(Function):
         if outputs is None:
             outputs = library.attention_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
-        if count > 2:
-            ctx.mark_non_differentiable(*outputs[2:count])
+        _mark_statistics(ctx, outputs[2:count])
         _save(ctx, *outputs, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
         return outputs.out if count == 1 else outputs[:count]
@@ -157,20 +168,22 @@ class _Norm(Function):
         call: NormCall,
         backend: Backend,
         outputs: NormOutputs | None,
+        count: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         if outputs is None:
             outputs = library.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
+        _mark_statistics(ctx, outputs[2:count])
         # The backward kernel needs only the sum, which is input without residual and dropout.
         # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
-        return outputs[:2]
+        return outputs[:count]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
         total, mean, rstd, *tensors = _saved(ctx)
         call, backend = ctx.call.with_tensors(tensors), ctx.backend
         if not call.has_total:
@@ -250,6 +263,12 @@ def _runs_kernels(grad: Tensor | None, other: Tensor | None) -> bool:
     return not torch.is_grad_enabled() and plain_eager(grad, other)
 
 
+def _mark_statistics(ctx: Any, outputs: Sequence[Tensor | None]) -> None:
+    """Mark the outputs that have no gradients."""
+    if outputs:
+        ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
+
+
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
@@ -259,3 +278,36 @@ def _saved(ctx: Any) -> list[Any]:
     """Return the stored tensors, cast back if a saved-tensor hook changed their dtype."""
     pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in pairs]
+
+
+# ---- gradients of the ops -----------------------------------------------------------------------
+
+
+def _differentiable_attention(
+    call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
+) -> Any:
+    call, tensors = _tracked(call)
+    results = _Attention.apply(call, get_backend(backend), None, 4, *tensors)
+    outputs = AttentionOutputs(*results)
+    if not for_backward:
+        outputs = outputs._replace(lse=outputs.lse if want_lse else None, lse_residual=None)
+        outputs = outputs._replace(out_residual=None)
+    return outputs.without_none()
+
+
+def _differentiable_weights(
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: str
+) -> Tensor:
+    call, tensors = _tracked(call)
+    return _Weights.apply(call, lse, lse_residual, average, get_backend(backend), *tensors)
+
+
+def _differentiable_norm(call: NormCall, backend: str) -> Any:
+    call, tensors = _tracked(call)
+    results = _Norm.apply(call, get_backend(backend), None, 4, *tensors)
+    return NormOutputs(*results).without_none()
+
+
+library.register_autograd("attention_fwd", AttentionCall, _differentiable_attention)
+library.register_autograd("attention_weights", AttentionCall, _differentiable_weights)
+library.register_autograd("norm_fwd", NormCall, _differentiable_norm)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_attn.backends import Backend, get_backend, reference
 from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
-from fused_attn.base.torch_state import plain_eager
+from fused_attn.base.torch_state import has_tangent, needs_grad, plain_eager
 from fused_attn.call.attention import (
     AttentionBackward,
     AttentionCall,
@@ -369,6 +369,30 @@ def _register(run: Any, fake: Any, call: type[Flat], parameters: str, returns: s
     torch.library.register_fake(f"{NAMESPACE}::{name}", unflatten(fake), lib=_library)
     op = getattr(OPS, name)
     torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(op), lib=_library)
+
+
+def register_autograd(name: str, call: type[Flat], apply: Any) -> None:
+    """Register the function that computes an op if one of its tensors needs a gradient.
+
+    Args:
+        apply: receives the call as one object, like `_run_<name>`.
+    """
+    op, size = getattr(OPS, name).default, len(call.NAMES)
+
+    def differentiable(keys: Any, *values: Any) -> Any:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if has_tangent(*tensors):
+            raise NotImplementedError(
+                "compiled and exported programs have no forward-mode derivatives of fused_attn's"
+                " ops: call the model uncompiled"
+            )
+        if needs_grad(*tensors):
+            results = apply(call.of_flat(values), *values[size:])
+            return results if isinstance(results, Tensor) else tuple(results)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
+
+    _library.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
 def _vmap_rule(op: Any) -> Any:

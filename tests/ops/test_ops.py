@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import BACKENDS, device_of, random_qkv
 from mask_cases import MASKS
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +160,17 @@ def test_export():
     _, key, value, _, lengths = inputs
     longer = (torch.randn(2, 4, 50, 16), key, value, torch.randn(4, 50, 70), lengths)
     torch.testing.assert_close(program.module()(*longer), attend(*longer))
+
+
+def test_compiled_calls_refuse_forward_mode():
+    """A compiled graph would drop the tangent, which forward-mode AD takes for 0."""
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager")
+    x = torch.randn(1, 1, 4, 8)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="have no forward-mode derivatives"),
+    ):
+        compiled(forward_ad.make_dual(x, x))
 
 
 MASKS_OF_LENGTHS = {

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -349,9 +348,7 @@ def _complete(rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]) -
     message = own.new_zeros(1, max(counts), *own.shape[1:])
     message[0, : len(own)] = own.detach()
     for ranks in reversed(groups):
-        received = [torch.empty_like(message) for _ in range(ranks.size)]
-        dist.all_gather(received, message, group=ranks.group)
-        message = torch.cat(received)
+        message = torch.cat(ranks.gather(message))
     whole = own.new_empty(sharding.length, *own.shape[1:])
     positions = [sharding.positions(rank, whole.device) for rank in range(sharding.ranks)]
     for rank, count in enumerate(counts):

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fused_attn.base.torch_state import FLOATS, host_readable
@@ -198,10 +197,8 @@ def _merged(ranks: Ranks, own: MergedOutputs, call: AttentionCall) -> AttentionO
     """Merge the results of all ranks in rank order, so that they are bitwise equal on all ranks."""
     wide = own.finish(own.dtype)
     message = torch.cat([wide.out, wide.lse[..., None], wide.lse_residual[..., None]], -1)
-    received = [torch.empty_like(message) for _ in range(ranks.size)]
-    dist.all_gather(received, message, group=ranks.group)
     merged = MergedOutputs(call.query, call.value)
-    for part in received:
+    for part in ranks.gather(message):
         out, lse, residual = part[..., :-2], part[..., -2], part[..., -1]
         merged.add(AttentionOutputs(out, lse, residual, None), slice(None))
     return merged.finish(call.query.dtype)

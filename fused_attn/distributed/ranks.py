@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,18 +38,11 @@ class Ranks:
         """Return the index of a process of the group among all processes."""
         return dist.get_global_rank(self.group, rank % self.size)
 
-    def gather(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Return the integers that each rank passes, by rank. All must pass the same number.
-
-        Args:
-            device: device that the group uses if it has no CPU backend. A group with "gloo" for the
-                CPU, as init_process_group() makes by default, does not wait for the GPU.
-        """
-        on_cpu = torch.device("cpu") in getattr(self.group, "_device_types", ())
-        own = torch.tensor(values, dtype=torch.int64, device="cpu" if on_cpu else device)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(gathered, own, group=self.group)
-        return torch.stack(gathered).tolist()
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors that the ranks pass, by rank. All must have the same shape."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with that of rank 0 of the group, and return it."""
@@ -105,14 +97,15 @@ def gather_on_mesh(
 
     Args:
         groups: the ranks of each dimension of the mesh.
-        values: as many on all ranks, at least one.
-        device: as in `Ranks.gather`.
+        values: as many on all ranks.
+        device: device that a group uses if it has no CPU backend. A group with "gloo" for the CPU,
+            as init_process_group() makes by default, does not wait for the GPU.
     """
-    size, rows = len(values), [list(values)]
+    rows = torch.tensor([values], dtype=torch.int64)
     for ranks in reversed(groups):
-        gathered = ranks.gather(list(itertools.chain(*rows)), device)
-        rows = [own[i : i + size] for own in gathered for i in range(0, len(own), size)]
-    return rows
+        on_cpu = torch.device("cpu") in getattr(ranks.group, "_device_types", ())
+        rows = torch.cat(ranks.gather(rows.to("cpu" if on_cpu else device)))
+    return rows.tolist()
 
 
 @dataclass

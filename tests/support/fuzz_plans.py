@@ -41,8 +41,8 @@ class Exchange:
 class ThreadRanks(Ranks):
     """Ranks whose group is an Exchange."""
 
-    def gather(self, values: Any, device: torch.device) -> list[list[int]]:
-        return self.group.share(self.rank, list(values))
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.group.share(self.rank, tensor)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         return self.group.share(self.rank, tensor)[0]

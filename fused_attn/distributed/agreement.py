@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from fused_attn.base.torch_state import FLOATS, needs_grad
+from fused_attn.base.torch_state import FLOATS
 from fused_attn.distributed.ranks import Ranks, gather_on_mesh
 
 SIZE = 24  # number of integers in a message
@@ -62,8 +61,3 @@ def _listed(name: str, values: list[int]) -> str:
         return ", ".join(str(FLOATS[value]) for value in values)
     hashed = name in ("attn_mask", "cache_lengths") or name.startswith(("positions", "scale"))
     return "different values" if hashed else ", ".join(map(str, values))
-
-
-def learned(*tensors: Tensor) -> int:
-    """Return which tensors need a gradient, as the bits of an integer."""
-    return sum(needs_grad(tensor) << i for i, tensor in enumerate(tensors))

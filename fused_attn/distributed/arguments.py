@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fused_attn.base.autocast import autocast
 from fused_attn.base.shapes import Canonical, canonical
-from fused_attn.base.torch_state import FLOATS
+from fused_attn.base.torch_state import FLOATS, needs_grad
 from fused_attn.call.attention import AttentionOptions
 from fused_attn.call.packed import packed_spec
 from fused_attn.call.validation import check_floats, check_qkv
-from fused_attn.distributed.agreement import agreed, learned
+from fused_attn.distributed.agreement import agreed
 from fused_attn.distributed.checksum import checksum
 from fused_attn.distributed.ranks import Ranks, gather_on_mesh, index_of, size_of
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
@@ -27,8 +27,6 @@ Positions = Tensor | Sharding | None
 Method = Literal["auto", "ring", "all_to_all"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Starts = tuple[list[int], list[int]]
-
-_KINDS = (type(None), Tensor, Sharding)  # types of positions; messages contain the index
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,8 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
     """Return the values that must be equal on all ranks."""
     query, key, value = local.inputs[:3]
     options = local.options
-    seed, positions = call.options.seed, local.positions
-    of_positions = [hash(p) if isinstance(p, Sharding) else 0 for p in positions]
+    seed = call.options.seed
+    of_queries, of_keys = map(fingerprint, local.positions)
     return {
         "batch": query.shape[0],
         "num_heads": query.shape[1],
@@ -223,17 +221,18 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
         "seed": (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
         "method": METHODS.index(call.method),
         "heads of the global call": hash(call.heads or (0, 0)),
-        "requires_grad of query, key and value": learned(query, key, value),
+        "requires_grad of query, key and value": sum(
+            needs_grad(tensor) << i for i, tensor in enumerate((query, key, value))
+        ),
         "attn_mask": checksum(local.mask, call.cu_seqlens),
-        "the type of positions": _kind(positions[0]),
-        "the type of positions of keys": _kind(positions[1]),
-        "positions": of_positions[0],
-        "positions of keys": of_positions[1],
+        "positions": of_queries,
+        "positions of keys": of_keys,
     }
 
 
-def _kind(positions: Positions) -> int:
-    return next(i for i, kind in enumerate(_KINDS) if isinstance(positions, kind))
+def fingerprint(positions: Positions) -> int:
+    """Return an integer that differs for None, tensors (any), and Shardings that are not equal."""
+    return hash(positions) if isinstance(positions, Sharding) else int(positions is not None)
 
 
 def _sharding(

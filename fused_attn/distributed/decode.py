@@ -19,7 +19,7 @@ from fused_attn.call.kv_cache import (
     with_cache_lengths,
 )
 from fused_attn.distributed.agreement import agreed
-from fused_attn.distributed.arguments import check_positions
+from fused_attn.distributed.arguments import check_positions, fingerprint
 from fused_attn.distributed.checksum import checksum
 from fused_attn.distributed.merged import MergedOutputs
 from fused_attn.distributed.plan import Block, Piece, pieces_of
@@ -102,8 +102,7 @@ def decode_attention(
             "scale and softcap": hash((options.scale, options.softcap)),
             "attn_mask": checksum(whole_mask),
             "cache_lengths": _checksum_of_lengths(cache_lengths),
-            "the type of positions": int(positions is not None),
-            "positions": 0 if positions is None else hash(positions),
+            "positions": fingerprint(positions),
         }
     except (ValueError, TypeError) as raised:
         error = raised

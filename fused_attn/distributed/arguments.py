@@ -176,7 +176,7 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):
         check_positions(name, positions, tensor.shape[2], groups)
     options = call.options.checked(q.shape[3], q.device)
-    runs = tuple(runs_of(p.tolist()) if isinstance(p, Tensor) else () for p in pair)
+    runs = tuple(runs_of(p) if isinstance(p, Tensor) else () for p in pair)
     return _Local(inputs, options, mask, pair, (runs[0], runs[1]))
 
 

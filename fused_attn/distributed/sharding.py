@@ -86,7 +86,7 @@ class Sharding:
     @staticmethod
     def of_positions(positions: Sequence[Tensor | Sequence[int]]) -> Sharding:
         """Give rank r the positions positions[r], integers of shape (rows of the rank,)."""
-        return Sharding([runs_of(torch.as_tensor(own).tolist()) for own in positions])
+        return Sharding([runs_of(torch.as_tensor(own)) for own in positions])
 
     @property
     def ranks(self) -> int:
@@ -120,15 +120,12 @@ class Sharding:
         return f"Sharding({self.length} positions, rows of each rank: {rows})"
 
 
-def runs_of(positions: Sequence[int]) -> Runs:
+def runs_of(positions: Tensor) -> Runs:
     """Return the maximal runs of consecutive positions, in the order of the positions."""
-    runs = []
-    start = 0
-    for i in range(1, len(positions) + 1):
-        if i == len(positions) or positions[i] != positions[i - 1] + 1:
-            runs.append(range(positions[start], positions[i - 1] + 1))
-            start = i
-    return tuple(runs)
+    positions = positions.to("cpu", torch.int64)
+    ends = (positions.diff() != 1).nonzero()[:, 0] + 1
+    runs = positions.tensor_split(ends) if len(positions) else ()
+    return tuple(range(int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 def _joined(runs: Iterable[range]) -> Runs:

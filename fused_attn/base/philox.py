@@ -63,7 +63,7 @@ def attention_keep(
         seed: int64 scalar tensor.
         heads: selects the heads of the result.
         offsets: int64 (batch, 3), row0, key0 and head0 of each sequence (see
-            distributed/shards.py), or None.
+            distributed/sharding.py), or None.
 
     Returns:
         bool (batch, number of selected heads, seqlen_q, seqlen_k), True = kept.

@@ -54,7 +54,7 @@ class AttentionOptions(Flat):
         seed: int64 scalar tensor, required if dropout_p > 0. In an unchecked call, it may be an
             int or None.
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
-            distributed/shards.py). None if the call is not a shard of a global call.
+            distributed/sharding.py). None if the call is not a shard of a global call.
         partial: True for a partial result, over some of the keys, which the caller merges with
             others. out and all gradients then have the statistics dtype (float32 for 16-bit
             tensors), and the backward receives the merged out and lse.

@@ -19,8 +19,7 @@ from torch.autograd import Function
 from fused_attn.backends import problem_of, select
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.distributed.ranks import Ranks
-from fused_attn.distributed.sharding import Sharding
-from fused_attn.distributed.shards import attention_offsets
+from fused_attn.distributed.sharding import Sharding, attention_offsets
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import dispatch
 

@@ -31,7 +31,7 @@ from fused_attn.call.handlers import is_dtensor, tensors_of
 from fused_attn.call.norm import NormCall, UncheckedNorm
 from fused_attn.call.options import with_options
 from fused_attn.call.validation import checked_attention, checked_norm
-from fused_attn.distributed.shards import attention_offsets
+from fused_attn.distributed.sharding import attention_offsets
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall
 from fused_attn.masks.restrict import of_heads, of_sequences

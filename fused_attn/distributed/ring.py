@@ -32,7 +32,7 @@ from fused_attn.call.attention import (
 from fused_attn.distributed.merged import MergedOutputs
 from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
-from fused_attn.distributed.shards import attention_offsets
+from fused_attn.distributed.sharding import attention_offsets
 from fused_attn.masks.restrict import of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import library

@@ -14,7 +14,7 @@ from fused_attn.base import philox
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.norm import NormCall, NormOptions
 from fused_attn.call.options import with_options
-from fused_attn.distributed.shards import attention_offsets
+from fused_attn.distributed.sharding import attention_offsets
 from fused_attn.masks.spec import MaskSpec, spec_of_mask
 from fused_attn.ops import dispatch, library
 

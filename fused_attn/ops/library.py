@@ -307,36 +307,6 @@ def _check_dropout(call: AttentionCall | NormCall) -> None:
         raise ValueError(f"dropout_offsets must be int64 on {device} with {expected}, got {got}")
 
 
-# ---- fakes --------------------------------------------------------------------------------------
-
-
-def _fake_attention_fwd(
-    call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
-) -> Any:
-    return call.outputs(for_backward, want_lse)
-
-
-def _fake_attention_bwd(call: AttentionCall, *rest: Any) -> Any:
-    return call.gradients(needs_bias=rest[-2])
-
-
-def _fake_attention_weights(call: AttentionCall, *rest: Any) -> Any:
-    return call.weights(average=rest[-2])
-
-
-def _fake_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
-    query, key, _, bias = call.gradients(needs_bias=rest[-2])
-    return query, key, bias
-
-
-def _fake_norm_fwd(call: NormCall, backend: str) -> Any:
-    return call.outputs()
-
-
-def _fake_norm_bwd(call: NormCall, *rest: Any) -> Any:
-    return call.gradients(needs_weight=rest[-3], needs_bias=rest[-2])
-
-
 # ---- registration -------------------------------------------------------------------------------
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -349,8 +319,8 @@ def _register(run: Any, fake: Any, call: type[Flat], parameters: str, returns: s
     backend.
 
     Args:
-        run, fake: functions _run_<name of the op> and _fake_<name>, which receive the call as one
-            object.
+        run: function _run_<name of the op>, which receives the call as one object.
+        fake: function with the same arguments that allocates the results.
         call: class of the call.
         parameters: further parameters, in schema syntax, each followed by ", ".
         returns: results, in schema syntax.
@@ -414,16 +384,21 @@ def _vmap_rule(op: Any) -> Any:
     return rule
 
 
+def _fake_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
+    query, key, _, bias = call.gradients(needs_bias=rest[-2])
+    return query, key, bias
+
+
 _register(
     _run_attention_fwd,
-    _fake_attention_fwd,
+    lambda call, for_backward, want_lse, backend: call.outputs(for_backward, want_lse),
     AttentionCall,
     "bool for_backward, bool want_lse, ",
     "(Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual)",
 )
 _register(
     _run_attention_bwd,
-    _fake_attention_bwd,
+    lambda call, *rest: call.gradients(needs_bias=rest[-2]),
     AttentionCall,
     "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, "
     "Tensor? grad_lse, bool needs_bias, ",
@@ -431,7 +406,7 @@ _register(
 )
 _register(
     _run_attention_weights,
-    _fake_attention_weights,
+    lambda call, *rest: call.weights(average=rest[-2]),
     AttentionCall,
     "Tensor lse, Tensor lse_residual, bool average, ",
     "Tensor",
@@ -445,14 +420,14 @@ _register(
 )
 _register(
     _run_norm_fwd,
-    _fake_norm_fwd,
+    lambda call, backend: call.outputs(),
     NormCall,
     "",
     "(Tensor out, Tensor total, Tensor mean, Tensor rstd)",
 )
 _register(
     _run_norm_bwd,
-    _fake_norm_bwd,
+    lambda call, *rest: call.gradients(needs_weight=rest[-3], needs_bias=rest[-2]),
     NormCall,
     "Tensor mean, Tensor rstd, Tensor grad_out, Tensor? grad_total, bool needs_weight, "
     "bool needs_bias, ",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 FlatT = TypeVar("FlatT", bound="Flat")
+ResultsT = TypeVar("ResultsT", bound=Any)  # a NamedTuple
 
 # Metadata of a field that is not flattened. Copies keep its value, unless it has init=False.
 # `of_flat` sets its default.
@@ -130,16 +131,8 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
     return cls
 
 
-class Empty(Protocol):
-    """Function that allocates an uninitialized tensor with the given strides."""
-
-    def __call__(
-        self,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor: ...
+# Function of shape, strides, dtype and device that allocates an uninitialized tensor.
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
 def empty_strided(
@@ -149,9 +142,10 @@ def empty_strided(
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor, or an empty tensor on the device of `like` if it is None."""
-    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
+def or_empty(results: ResultsT, like: Tensor, **dtypes: torch.dtype) -> ResultsT:
+    """Return results with empty tensors of these dtypes, on the device of `like`, for None."""
+    missing = {n: like.new_empty(0, dtype=dtypes[n]) for n in dtypes if getattr(results, n) is None}
+    return results._replace(**missing)
 
 
 def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:

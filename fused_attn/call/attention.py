@@ -349,14 +349,8 @@ class AttentionOutputs(NamedTuple):
 
     def without_none(self) -> AttentionOutputs:
         """Return these results with empty tensors in place of None."""
-        out, lse, lse_residual, out_residual = self
-        statistics = statistics_dtype(out.dtype)
-        return AttentionOutputs(
-            out,
-            or_empty(lse, out, statistics),
-            or_empty(lse_residual, out, statistics),
-            or_empty(out_residual, out, torch.int16),
-        )
+        dtype = statistics_dtype(self.out.dtype)
+        return or_empty(self, self.out, lse=dtype, lse_residual=dtype, out_residual=torch.int16)
 
 
 class AttentionGradients(NamedTuple):
@@ -373,8 +367,7 @@ class AttentionGradients(NamedTuple):
 
     def without_none(self) -> AttentionGradients:
         """Return these gradients with an empty tensor in place of None."""
-        query, key, value, bias = self
-        return AttentionGradients(query, key, value, or_empty(bias, query, query.dtype))
+        return or_empty(self, self.query, bias=self.query.dtype)
 
 
 class AttentionBackward(NamedTuple):

@@ -275,14 +275,8 @@ class NormOutputs(NamedTuple):
 
     def without_none(self) -> NormOutputs:
         """Return these results with empty tensors in place of None."""
-        out, total, mean, rstd = self
-        statistics = statistics_dtype(out.dtype)
-        return NormOutputs(
-            out,
-            or_empty(total, out, out.dtype),
-            or_empty(mean, out, statistics),
-            or_empty(rstd, out, statistics),
-        )
+        own, dtype = self.out.dtype, statistics_dtype(self.out.dtype)
+        return or_empty(self, self.out, total=own, mean=dtype, rstd=dtype)
 
 
 class NormGradients(NamedTuple):
@@ -302,14 +296,8 @@ class NormGradients(NamedTuple):
 
     def without_none(self) -> NormGradients:
         """Return these gradients with empty tensors in place of None."""
-        input, total, weight, bias = self
-        statistics = statistics_dtype(total.dtype)
-        return NormGradients(
-            or_empty(input, total, total.dtype),
-            total,
-            or_empty(weight, total, statistics),
-            or_empty(bias, total, statistics),
-        )
+        own, dtype = self.total.dtype, statistics_dtype(self.total.dtype)
+        return or_empty(self, self.total, input=own, weight=dtype, bias=dtype)
 
 
 class NormBackward(NamedTuple):

@@ -279,23 +279,15 @@ class AttentionCall(Flat):
         is contiguous, or empty without needs_bias.
         """
         query, bias = self.query, self.mask.bias
-        wanted = bias if needs_bias else None
         q, k, v = (
             empty(*laid_out_like(t, t.shape), self.out_dtype, t.device)
             for t in (query, self.key, self.value)
         )
-        return AttentionGradients(
-            q,
-            k,
-            v,
-            empty(*EMPTY_LAYOUT, query.dtype, query.device)
-            if wanted is None
-            else empty(
-                *contiguous(wanted.shape),
-                self.out_dtype if self.options.partial else wanted.dtype,
-                wanted.device,
-            ),
-        )
+        layout, dtype = EMPTY_LAYOUT, query.dtype
+        if needs_bias and bias is not None:
+            layout = contiguous(bias.shape)
+            dtype = self.out_dtype if self.options.partial else bias.dtype
+        return AttentionGradients(q, k, v, empty(*layout, dtype, query.device))
 
     def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:
         """Allocate uninitialized attention weights in the dtype of query.

@@ -219,14 +219,6 @@ class NormCall(Flat):
             with_dense_offsets(self.options),
         )
 
-    def of_total(self, total: Tensor) -> NormCall:
-        """Return the call for the backward, with `total` as input and without a residual.
-
-        Args:
-            total: residual + dropout(input) of the forward.
-        """
-        return NormCall(total, None, self.weight, self.bias, self.options)
-
     def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
         """Allocate uninitialized results; missing results are empty tensors."""
         like = self.input
@@ -304,7 +296,8 @@ class NormBackward(NamedTuple):
     """A backward of a norm.
 
     Attributes:
-        call: the result of `NormCall.of_total`, so call.input is the sum that was normalized.
+        call: the call of the forward, without residual, and with the sum that was normalized as
+            input.
         mean, rstd: outputs of the forward. mean is None, or empty, for RMS norms.
         grad_out: gradient of out.
         grad_total: gradient of the sum, or None.

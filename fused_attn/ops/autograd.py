@@ -192,7 +192,8 @@ class _Norm(Function):
             return (None,) * len(ctx.needs_input_grad)
         needs = _needs(ctx, _NORM_FIRST + _NORM_WEIGHT), _needs(ctx, _NORM_FIRST + _NORM_BIAS)
         grad = torch.zeros_like(total) if grad_out is None else grad_out
-        work = NormBackward(call.of_total(total), mean, rstd, grad, grad_total, *needs)
+        of_total = NormCall(total, None, call.weight, call.bias, call.options)
+        work = NormBackward(of_total, mean, rstd, grad, grad_total, *needs)
         grads: Any = None
         if backend.accepts_unchecked and _runs_kernels(grad, grad_total):
             grads = backend.norm_bwd(work)

@@ -125,21 +125,12 @@ def _tensor_of(spec: MaskSpec) -> Tensor | None:
     return next((t for t in (spec.dense, spec.key_mask, spec.bias) if t is not None), None)
 
 
-def _masking_limits(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
-    """Return two flags: whether the lower and the upper limit of the band mask any position.
-
-    Under torch.compile, every finite limit counts, because a comparison with symbolic sizes would
-    add a guard.
-    """
-    lo, hi = spec.band_lo > -UNLIMITED, spec.band_hi < UNLIMITED
-    if is_compiling():
-        return lo, hi
-    return lo and spec.band_lo > 1 - shape[2], hi and spec.band_hi < shape[3] - 1
-
-
 def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     if all(tensor is None for tensor in spec.tensors()):
-        lo_masks, hi_masks = _masking_limits(spec, shape)
+        lo_masks, hi_masks = spec.band_lo > -UNLIMITED, spec.band_hi < UNLIMITED
+        if not is_compiling():  # a comparison with symbolic sizes would add a guard
+            lo_masks = lo_masks and spec.band_lo > 1 - shape[2]
+            hi_masks = hi_masks and spec.band_hi < shape[3] - 1
         if not lo_masks and not hi_masks:
             return TorchArguments()
         if not lo_masks and spec.band_hi == 0:

@@ -62,7 +62,7 @@ class AttentionPass(CustomGraphPass):
         for softmax in list(find.softmaxes(graph)):
             shape = tuple(ops.shape_of(softmax) or ())
             try:
-                _replace(graph, find.attention_at(softmax))
+                _replace(graph, find.Search(softmax).result())
             except NotFusedError as reason:
                 self.found.append(SoftmaxFound(str(reason), shape, _site(softmax)))
             else:

@@ -59,17 +59,10 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
                 yield node
 
 
-def attention_at(softmax: Node) -> Attention:
-    """Return the attention that a softmax is part of.
-
-    Raises:
-        NotFusedError: there is no attention, or the fused function cannot compute it.
-    """
-    return _Search(softmax).result()
-
-
 @dataclass
-class _Search:
+class Search:
+    """Search for the attention that a softmax is part of."""
+
     softmax: Node
     product: Node | None = None
     steps: list[Step] = field(default_factory=list)
@@ -77,6 +70,11 @@ class _Search:
     dropout_p: float = 0.0
 
     def result(self) -> Attention:
+        """Return the attention.
+
+        Raises:
+            NotFusedError: there is none, or the fused function cannot compute it.
+        """
         self._trace_scores(argument(self.softmax, 0, "input"), self.softmax)
         self.chain.append(self.softmax)
         product, ends = self.product, shape_of(self.softmax)
@@ -226,7 +224,7 @@ class _Search:
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
         """Return True if a node is computed from query @ key^T."""
-        trial = _Search(self.softmax)
+        trial = Search(self.softmax)
         try:
             trial._trace_scores(node, reader)
         except NotFusedError:
@@ -238,7 +236,7 @@ class _Search:
     def _trace_weights(self) -> Node:
         node = self.softmax
         while True:
-            users = _live_users(node)
+            users = [user for user in node.users if not _is_dead(user, set())]
             if len(users) != 1:
                 raise NotFusedError("the weights are used by no operation, or by more than one")
             (user,) = users
@@ -422,11 +420,6 @@ def _writers(node: Any, reader: Node) -> list[Node]:
         u for u in node.users if in_place(u) and argument(u, 0, "input") is node and not u.users
     ]
     return sorted(user for user in found if user < reader)
-
-
-def _live_users(node: Node) -> list[Node]:
-    """Return the users of a node, except those that `_is_dead` excludes as unused."""
-    return [user for user in node.users if not _is_dead(user, set())]
 
 
 def _is_dead(node: Node, inside: set[Node]) -> bool:

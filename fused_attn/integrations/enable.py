@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -118,14 +119,10 @@ def disable() -> None:
     _tag()
 
 
-class _Activated:
-    """Handle with which torch undoes `activate_flash_attention_impl`."""
-
-    def __init__(self) -> None:
-        enable()
-
-    def remove(self) -> None:
-        disable()
+def _activate() -> SimpleNamespace:
+    """Enable our kernels, and return the handle with which torch disables them."""
+    enable()
+    return SimpleNamespace(remove=disable)
 
 
 def register_with_torch() -> None:
@@ -136,7 +133,7 @@ def register_with_torch() -> None:
     """
     names = getattr(torch.nn.attention, "list_flash_attention_impls", None)
     if names is not None and "fused_attn" not in names():
-        torch.nn.attention.register_flash_attention_impl("fused_attn", register_fn=_Activated)
+        torch.nn.attention.register_flash_attention_impl("fused_attn", register_fn=_activate)
 
 
 @contextlib.contextmanager

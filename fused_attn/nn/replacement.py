@@ -91,9 +91,9 @@ class FromTorch(Module):
             True
         """
         if REPLACEMENTS.get(type(module)) is not cls:
-            raise TypeError(
-                f"module must be a {expected_name(cls)}, got {qualified_name(type(module))}"
-            )
+            replaced = [qualified_name(old) for old, new in REPLACEMENTS.items() if new is cls]
+            expected = replaced[0] if replaced else "module that this class replaces"
+            raise TypeError(f"module must be a {expected}, got {qualified_name(type(module))}")
         if reason := patched(module):
             raise ValueError(f"module must not be patched: {reason}")
         new = cls.__new__(cls)
@@ -192,14 +192,6 @@ def qualified_name(cls: type) -> str:
     if cls.__module__.startswith(f"{NAMESPACE}.nn."):
         return f"fused_attn.nn.{cls.__name__}"
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def expected_name(cls: type) -> str:
-    """Return the name of the class that `cls` replaces, for error messages."""
-    return next(
-        (qualified_name(source) for source, target in REPLACEMENTS.items() if target is cls),
-        "module that this class replaces",
-    )
 
 
 def _convert_children(module: Module) -> None:

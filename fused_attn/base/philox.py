@@ -117,11 +117,7 @@ def dropout_scale(dropout_p: float) -> float:
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the default generator of the device, without a synchronization.
-
-    Returns:
-        int64 scalar tensor on the device.
-    """
+    """Draw a seed, an int64 scalar, from the device's default generator without a device sync."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
 
 

@@ -89,11 +89,7 @@ class AttentionOptions(Flat):
         return type(dropout_p) in NUMBERS and 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, head_dim: int, device: torch.device) -> AttentionOptions:
-        """Validate and convert the options of an unchecked call.
-
-        Raises:
-            ValueError, TypeError: an option is invalid; the message states what was expected.
-        """
+        """Validate and convert the options of an unchecked call."""
         scale: Any = self.scale
         softcap: Any = self.softcap
         if softcap is not None:

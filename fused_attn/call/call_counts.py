@@ -76,12 +76,7 @@ class CallCounts:
         return {"fused": self.fused, "left_to_torch": self.left_to_torch, "kinds": kinds}
 
     def add(self, reason: str, query: Tensor, key: Tensor) -> None:
-        """Count one call.
-
-        Args:
-            reason: why the call ran on torch's kernels; "" if it ran on ours.
-            query, key: only their shapes are used.
-        """
+        """Count one call; `reason` is why it ran on torch's kernels, "" if it ran on ours."""
         seqlen_k = key.size(-2) if key.dim() > 1 else 0
         site = _call_site() if self.call_sites else ""
         self._counts[reason, query.shape, seqlen_k, site] += 1

@@ -73,12 +73,7 @@ def checked_update(
     lengths: Tensor | Sequence[int],
     block_table: Tensor | None,
 ) -> CacheUpdate:
-    """Validate the arguments of `decode_attention` that describe the cache.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual
-            values.
-    """
+    """Validate the arguments of `decode_attention` that describe the cache."""
     check_decode_tensors(query, key_cache, value_cache, key, value)
     capacity = key_cache.shape[2]
     if block_table is None:
@@ -298,11 +293,8 @@ def _apart(new: Tensor, update: CacheUpdate) -> Tensor:
 def contiguous_rows(update: CacheUpdate, count: int, empty: Empty) -> list[Tensor]:
     """Return the first `count` keys and values of each sequence, (batch, num_heads_kv, count, dim).
 
-    A contiguous cache is not copied. Pages are copied up to the longest sequence if the host knows
-    its length; rows after the end of a sequence are then uninitialized.
-
-    Args:
-        empty: allocates the copies.
+    A contiguous cache is not copied. Pages are copied, to tensors from `empty`, up to the longest
+    sequence if the host knows its length; rows after the end of a sequence are then uninitialized.
     """
     if update.block_table is None:
         return [cache.narrow(2, 0, count) for cache in update.caches]

@@ -71,11 +71,7 @@ class NormOptions(Flat):
         return 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, dtype: torch.dtype, device: torch.device) -> NormOptions:
-        """Validate and convert the options of an unchecked call.
-
-        Raises:
-            ValueError, TypeError: an option is invalid; the message states what was expected.
-        """
+        """Validate and convert the options of an unchecked call."""
         eps: Any = self.eps
         dropout_p = checked_probability(self.dropout_p)
         return NormOptions(

@@ -33,9 +33,6 @@ def checked_number(name: str, value: object) -> float:
     """Convert a Python or NumPy number, or a scalar tensor, to a float.
 
     Symbolic numbers are returned unchanged.
-
-    Raises:
-        TypeError: the value is of another type, or requires grad.
     """
     if type(value) is float:
         return value
@@ -66,9 +63,6 @@ def checked_seed(
     """Validate a seed and convert it to an int64 scalar tensor on `device`.
 
     The result is None if there is no dropout, or if the seed is None and must be drawn.
-
-    Raises:
-        ValueError, TypeError: the seed is invalid; the message states what was expected.
     """
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim():

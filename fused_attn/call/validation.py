@@ -146,10 +146,6 @@ def checked_attention(
         The AttentionCall, and the leading dimensions of the results: out has shape (*leading,
         head_dim_v), and lse has shape leading. For packed sequences, which become one batch,
         leading is None.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual
-            values.
     """
     check_floats({"query": call.query, "key": call.key, "value": call.value})
     query, key, value = autocast(call.query, call.key, call.value)
@@ -170,11 +166,8 @@ def checked_attention(
 
 
 def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Validate packed (total, num_heads, head_dim) tensors and view them as 4-D tensors.
-
-    Returns:
-        Views of query, key and value, (1, num_heads, total, head_dim).
-    """
+    """Validate packed (total, num_heads, head_dim) tensors; view them as (1, num_heads, total,
+    head_dim)."""
     check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     check_same("value", "num_heads_kv", value.shape[1], key.shape[1], "key")
     check_heads("key", query, key)
@@ -194,9 +187,6 @@ def attention_call(
         query, key, value: valid 4-D tensors (see `base.shapes.canonical`).
         mask: a Mask, a MaskSpec for exactly this call, or None.
         options: unvalidated options.
-
-    Raises:
-        ValueError, TypeError: an option is invalid, or the mask does not fit the tensors.
     """
     batch, num_heads, seqlen_q, head_dim = query.shape
     options = options.checked(head_dim, query.device)
@@ -218,10 +208,6 @@ def checked_norm(call: UncheckedNorm) -> NormCall:
 
     The normalized dimensions are merged into one. Leading dimensions are merged if there are more
     than kernels support.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual
-            values.
     """
     shape = call.normalized_shape
     check_norm(call.input, shape, call.weight, call.bias, call.residual)

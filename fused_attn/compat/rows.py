@@ -21,9 +21,6 @@ def check_used(
         lengths: (batch,) integers.
         capacity: (batch,) or int; number of rows from which the sequence may use some.
         starts: (batch,) or int.
-
-    Raises:
-        ValueError, TypeError: a sequence has other rows, or lengths are no integers.
     """
     check_integers(name, lengths)
     for other in (capacity, starts):
@@ -64,9 +61,6 @@ def rows_of_pages(
         name: name of lengths, for error messages.
         lengths: (batch,) integers; number of rows of each sequence.
         starts: (batch,) integers; first row of each sequence in its pages.
-
-    Raises:
-        ValueError, TypeError: a tensor is invalid, or a page does not exist; see `check_used`.
     """
     check_integers("block_table", block_table)
     if block_table.dim() != 2 or len(block_table) != len(lengths):

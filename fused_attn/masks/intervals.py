@@ -78,9 +78,6 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
         shape: (batch, num_heads, seqlen_q, seqlen_k) of query and key. For packed sequences batch
             is 1, and seqlen_q and seqlen_k are total numbers of rows.
         device: device of the intervals.
-
-    Raises:
-        NotImplementedError: the mask has an unknown field.
     """
     refuse_unknown_fields(spec, "a block list")
     seqlen_q, seqlen_k = shape[2:]
@@ -113,10 +110,7 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
 def _rows(starts: Tensor, starts_k: Tensor, total: int) -> Rows:
     """Return the positions of packed rows in their sequences.
 
-    Args:
-        starts: (batch + 1,), cumulative lengths of the rows (cu_seqlens_q or cu_seqlens_k).
-        starts_k: cu_seqlens_k.
-        total: number of packed rows.
+    `starts` are the cumulative lengths of the rows (cu_seqlens_q or cu_seqlens_k).
     """
     row = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
@@ -156,10 +150,8 @@ def _of_bounds(
 ) -> tuple[Tensor, Tensor]:
     """Return begin and end of the keys that band, lengths and prefix allow, in [0, seqlen_k].
 
-    Args:
-        rows: positions of the query rows if sequences are packed, else None.
-        position: (1, seqlen_q), the position of each query in its sequence.
-        seqlen_k: number of keys, or the maximum per sequence if packed.
+    `position`, (1, seqlen_q), is the position of each query in its sequence. For packed sequences,
+    seqlen_k is the length of the longest.
     """
     if spec.bounds is None:
         begin = (position + max(spec.band_lo, -UNLIMITED)).clamp(0, seqlen_k)

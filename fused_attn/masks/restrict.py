@@ -16,23 +16,13 @@ from fused_attn.masks.tables import shown_by_bits
 
 
 def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
-    """Return the mask of some of the heads.
-
-    Args:
-        spec: the mask of all heads.
-        heads: a slice of the query heads, with a step of 1.
-    """
+    """Return the mask of a slice of the query heads, with a step of 1."""
     refuse_unknown_fields(spec, "a shard of the heads")
     return replace(spec, **cut_tensors(spec, h=heads), bias_summary=None, dense_summary=None)
 
 
 def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
-    """Return the mask of some of the sequences of a padded batch.
-
-    Args:
-        spec: the mask of all sequences, which are not packed.
-        sequences: a slice of the batch, with a step of 1.
-    """
+    """Return the mask of a slice of the sequences of a padded batch, with a step of 1."""
     refuse_unknown_fields(spec, "a shard of the batch")
     # `band` describes the lengths of all sequences.
     cut = cut_tensors(spec, b=sequences)

@@ -41,14 +41,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Append new keys and values to the caches, and return out and lse.
 
-    lse may be None if it is not wanted.
-
-    Args:
-        query: (batch, num_heads, seqlen_q, head_dim), of the last seqlen_q positions.
-        named: name of the requested backend, or None.
-
-    Raises:
-        As `decode_attention`.
+    The arguments are those of `decode_attention`. lse may be None if it is not wanted.
     """
     step = None
     if attn_mask is None:

@@ -38,12 +38,7 @@ class Rotation(NamedTuple):
 def checked_rotation(
     input: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> Rotation:
-    """Validate the arguments of `rotary_embedding`.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid; the message states the expected and the
-            actual value.
-    """
+    """Validate the arguments of `rotary_embedding`."""
     check_floats({"input": input}, 4)
     check_floats({"cos": cos, "sin": sin})
     batch, _, seqlen, head_dim = input.shape

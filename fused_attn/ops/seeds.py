@@ -21,11 +21,7 @@ from fused_attn.base.torch_state import is_compiling
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed that a compiled backward does not draw again; see `philox.new_seed`.
-
-    Returns:
-        int64 scalar tensor on the device.
-    """
+    """Draw a seed that a compiled backward does not draw again; see `philox.new_seed`."""
     if is_compiling() or torch._C._len_torch_dispatch_stack():
         return OPS.new_seed(device=device)
     return philox.new_seed(device)

@@ -17,16 +17,10 @@ from fused_attn.base.torch_state import is_intercepted
 
 
 def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
-    """Validate sinks, which must be a float tensor (num_heads,) on the device of lse.
+    """Return sinks, which must be a float tensor (num_heads,) on the device of lse.
 
     Args:
         lse: (*, num_heads, seqlen_q).
-
-    Returns:
-        The sinks, unchanged.
-
-    Raises:
-        ValueError, TypeError: sinks are invalid; the message states what was expected.
     """
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__

@@ -91,13 +91,10 @@ def _allow_generate_batch(library: Any) -> None:
 
 
 def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """Return the reason why a model cannot use `attention_forward`; None if it can.
+    """Return the reason why a model or its class cannot use `attention_forward`; None if it can.
 
-    Args:
-        model: a model or its class. Nested models are not checked; call this for each of them.
-
-    Returns:
-        The reason, derived from attributes of the model class and from its code, or None.
+    The reason is derived from attributes and code of the class. Nested models are not checked; call
+    this for each of them.
     """
     kind: Any = model if isinstance(model, type) else type(model)
     if not kind._can_set_attn_implementation():

@@ -277,11 +277,11 @@ def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[
         full = torch.zeros_like(full)
     for tensor in tensors:
         if tensor is not None:
-            visible = visible & _pooled(tensor, block_size, any_of=True)
-            full = full & _pooled(tensor, block_size, any_of=False)
+            visible = visible & pooled(tensor, block_size, any_of=True)
+            full = full & pooled(tensor, block_size, any_of=False)
     if rest.bias is not None and intervals.rows is None:
         unmasked = rest.bias.detach() != float("-inf")
-        visible = visible & _pooled(unmasked, block_size, any_of=True)
+        visible = visible & pooled(unmasked, block_size, any_of=True)
     return visible, full & visible
 
 
@@ -308,7 +308,7 @@ def _rows_covering(first: Tensor, last: Tensor, block_q: int, blocks_k: int) -> 
     return changes.view(batch, blocks_q, width).cumsum(-1, dtype=torch.int32)[..., :-1]
 
 
-def _pooled(mask: Tensor, block_size: tuple[int, int], *, any_of: bool) -> Tensor:
+def pooled(mask: Tensor, block_size: tuple[int, int], *, any_of: bool) -> Tensor:
     """Reduce each block of a 4-D bool mask with `any` (any_of=True) or `all` (any_of=False).
 
     Positions beyond the edge count as False. Query and key dimensions of size 1 keep this size, as

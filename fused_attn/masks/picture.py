@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_attn.masks.intervals import pooled
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.materialize import materialize, sizes_of
 from fused_attn.masks.spec import spec_of_mask
@@ -38,13 +39,14 @@ def dense_head_mask(
     batch, num_heads = sizes_of(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
     cpu = torch.device("cpu")
-    spec = spec_of_mask(mask.to(cpu), *sizes, torch.device("cpu"))
+    spec = spec_of_mask(mask.to(cpu), *sizes, cpu)
     visible, added = materialize(spec, *sizes, cpu, torch.float32)
     visible = torch.ones((), dtype=torch.bool) if visible is None else visible
     of_head = visible.expand(sizes)[sequence, head]
     if added is not None:
         added = added.detach().float().expand(sizes)[sequence, head]
-    return DenseHeadMask(of_head, added, _kinds(of_head, tile))
+    seen, hidden = (pooled(m[None, None], tile, any_of=True)[0, 0] for m in (of_head, ~of_head))
+    return DenseHeadMask(of_head, added, seen.to(torch.uint8) + (seen & ~hidden))
 
 
 def plot(
@@ -94,13 +96,3 @@ def plot(
 
 
 Mask._draw = plot
-
-
-def _kinds(visible: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Compute `DenseHeadMask.kinds`; the last tile of each dimension may be smaller than `tile`."""
-    rows, columns = (-(-size // step) for size, step in zip(visible.shape, tile, strict=True))
-    counts = torch.zeros(2, rows * tile[0], columns * tile[1], dtype=torch.int64)
-    counts[0, : visible.shape[0], : visible.shape[1]] = visible
-    counts[1, : visible.shape[0], : visible.shape[1]] = 1
-    seen_, there = counts.view(2, rows, tile[0], columns, tile[1]).sum((2, 4))
-    return ((seen_ > 0).to(torch.uint8) + (seen_ == there)) * (seen_ > 0)

@@ -117,12 +117,12 @@ def norm_bwd(work: NormBackward, backend: Backend) -> NormGradients:
     """Compute the gradients of a norm."""
     call, grads = work.call, (work.grad_out, work.grad_total)
     if plain_eager(*grads, *call.tensors()):
-        return _norm_gradients(work, backend)
+        return _run_norm_kernels(work, backend)
     mean = work.rstd.new_empty(0) if work.mean is None else work.mean
     return NormGradients(*OPS.norm_bwd(*call.flat(), mean, *work[2:], backend.name))
 
 
-def _norm_gradients(work: NormBackward, backend: Backend) -> NormGradients:
+def _run_norm_kernels(work: NormBackward, backend: Backend) -> NormGradients:
     """Run the kernels, which ignore the negative bit of gradients."""
     grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
@@ -220,7 +220,7 @@ def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
         )
     _check_dropout(call)
     work = work._replace(mean=mean.contiguous(), rstd=rstd.contiguous())
-    return _norm_gradients(work, get_backend(rest[-1])).without_none()
+    return _run_norm_kernels(work, get_backend(rest[-1])).without_none()
 
 
 # Argument checks of the ops, for users who call torch.ops.fused_attn directly. The public functions

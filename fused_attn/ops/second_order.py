@@ -43,7 +43,7 @@ def with_second_order(
         # it wraps. Differentiate the reference directly.
         of_inputs, inputs = _of_tensors(call, function)
         with torch.autocast(_device_type(inputs), enabled=False):
-            grads = _first_order(of_inputs, [_tracked(t) for t in inputs], grad_outputs)
+            grads = _first_order(of_inputs, [_alias(t) for t in inputs], grad_outputs)
         by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
         return tuple([None if name is None else by_name[name] for name in names])
     args = (run, call.without_tensors(), names, len(grad_outputs), function)
@@ -143,8 +143,8 @@ def _second_order(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):
-        inputs = [_tracked(t) for t in inputs]
-        grad_outputs = [_tracked(t) for t in grad_outputs]
+        inputs = [_alias(t) for t in inputs]
+        grad_outputs = [_alias(t) for t in grad_outputs]
         first = _first_order(run, inputs, grad_outputs)
         weighted = [
             (f, grad.to(f.dtype))
@@ -166,7 +166,7 @@ def _second_order(
     return for_inputs, [None if t is None else next(grads) for t in grad_outputs]
 
 
-def _tracked(tensor: Tensor | None) -> Tensor | None:
+def _alias(tensor: Tensor | None) -> Tensor | None:
     """Return an alias of the tensor, as a variable to differentiate with respect to.
 
     The alias is attached to the graph of the tensor. grad_out may depend on query through this

@@ -70,11 +70,7 @@ class Search:
     dropout_p: float = 0.0
 
     def result(self) -> Attention:
-        """Return the attention.
-
-        Raises:
-            NotFusedError: there is none, or the fused function cannot compute it.
-        """
+        """Return the attention; raise NotFusedError if the fused function cannot compute it."""
         self._trace_scores(argument(self.softmax, 0, "input"), self.softmax)
         self.chain.append(self.softmax)
         product, ends = self.product, shape_of(self.softmax)

@@ -152,12 +152,8 @@ def _attend_packed(
 def _checked_mask(
     mask: Tensor | Mask | None, window: int | None, seqlen_k: int
 ) -> Tensor | Mask | None:
-    """Return attention_mask as an argument of scaled_dot_product_attention.
-
-    Raises:
-        ValueError: a tensor has neither of the shapes that `attention_forward` accepts.
-        NotImplementedError: without a mask, the window would not be applied.
-    """
+    """Return attention_mask as an argument of scaled_dot_product_attention, if it contains the
+    window and has one of the shapes that `attention_forward` accepts."""
     if mask is None:
         if window is not None and seqlen_k > window:
             raise NotImplementedError(

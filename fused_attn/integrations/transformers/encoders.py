@@ -337,10 +337,8 @@ def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
 def _choose_packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
     """Return the packing of a batch; None if it saves no time or a module is not token-wise.
 
-    Args:
-        x: a tensor of the encoder's width, (*, width).
-        real: (batch, seqlen) bool, True for real tokens.
-        encoder: the encoder, with the implementation "fused_attn".
+    `x` is any tensor of the encoder's width, and `real`, (batch, seqlen) bool, is True for real
+    tokens.
     """
     if must_stay_padded(x, real) or not saves_time(x, ~real):
         return None

@@ -176,11 +176,7 @@ def stand_in(
 
 
 def mask_of_tensor(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
-    """Return the Mask that a model's mask tensor carries, or the tensor if it carries none.
-
-    Raises:
-        ValueError: the Mask was made for other sequence lengths than those of query and key.
-    """
+    """Return the Mask that a model's mask tensor carries, or the tensor if it carries none."""
     content: Tensor | Mask = mask
     if isinstance(mask, ModelMask):
         content = mask.content()

@@ -32,10 +32,6 @@ def encoder_arguments(
         window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
             of a query, plus one. None means no limit.
         refused: features that packed batches do not support; True for those that the layer uses.
-
-    Raises:
-        NotImplementedError: the layer uses a refused feature, or its mask is not that of its
-            window.
     """
     names = [name for name, given in refused.items() if given]
     own = _window(window)
@@ -60,18 +56,12 @@ def _window(window: int | None) -> Mask:
 def batching_arguments(
     kwargs: dict[str, Any], window: int | None, refused: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return arguments of varlen_attention for a layer in continuous batching.
+    """Return arguments of varlen_attention for a layer; None outside of continuous batching.
 
     Args:
         kwargs: the keyword arguments that transformers passes to the attention of the layer.
         window: number of keys that a query attends to, including its token; None means all.
         refused: arguments of the layer by name, which must be None.
-
-    Returns:
-        Lengths and mask of the batch; None if kwargs are not those of continuous batching.
-
-    Raises:
-        NotImplementedError: an argument is not supported in continuous batching.
     """
     if kwargs.get("write_index") is None:
         return None

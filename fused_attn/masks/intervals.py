@@ -134,7 +134,7 @@ def _of_keys(key_mask: Tensor | None, keys: Rows | None) -> Tensor | None:
     """Convert a key mask from (1 or batch, heads, 1, 1 or seqlen_k) to packed (1, heads, 1, total).
 
     The mask is returned unchanged if it is None, if it broadcasts over both batch and keys, or if
-    `keys` is None because the keys are not packed. total: number of packed keys.
+    `keys` is None because the keys are not packed.
     """
     if key_mask is None or keys is None or key_mask.shape[3] == 1 == key_mask.shape[0]:
         return key_mask
@@ -288,13 +288,8 @@ def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[
 def _rows_covering(first: Tensor, last: Tensor, block_q: int, blocks_k: int) -> Tensor:
     """Count the query rows of each query block whose range of KV blocks includes a KV block.
 
-    Args:
-        first, last: (batch, seqlen_q), the range of KV blocks [first, last) of each query row.
-        block_q: number of query rows per query block.
-        blocks_k: number of KV blocks.
-
-    Returns:
-        int32 (batch, query blocks, blocks_k).
+    The range of a query row is [first, last), both (batch, seqlen_q). The result is int32 (batch,
+    query blocks, blocks_k).
     """
     batch, seqlen_q = first.shape
     blocks_q = -(-seqlen_q // block_q)

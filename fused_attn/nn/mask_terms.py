@@ -70,11 +70,7 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Convert a torch.nn mask tensor to the convention of fused_attn.
-
-    Bool masks are inverted, because True means ignore in torch.nn. Float masks are returned
-    unchanged.
-    """
+    """Return a float mask unchanged, and a bool mask, whose True means ignore, inverted."""
     return ~mask if mask.dtype == torch.bool else mask
 
 

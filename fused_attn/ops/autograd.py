@@ -208,11 +208,7 @@ def _needs(ctx: Any, index: int) -> bool:
 
 
 def _norm_gradients(call: NormCall, work: NormBackward, backend: Backend) -> Any:
-    """Return gradients of input, sum, weight and bias, differentiable with create_graph=True.
-
-    Args:
-        call: the call of the forward.
-    """
+    """Return gradients of input, sum, weight and bias, differentiable with create_graph=True."""
     mean = None if work.mean is None else work.mean.contiguous()
     run = partial(library.norm_bwd, work._replace(mean=mean, rstd=work.rstd.contiguous()), backend)
     # Without dropout, the gradients of input and residual both equal the gradient of the sum.

@@ -321,9 +321,7 @@ def _register(run: Any, fake: Any, call: type[Flat], parameters: str, returns: s
     Args:
         run: function _run_<name of the op>, which receives the call as one object.
         fake: function with the same arguments that allocates the results.
-        call: class of the call.
         parameters: further parameters, in schema syntax, each followed by ", ".
-        returns: results, in schema syntax.
     """
     name, size = run.__name__.removeprefix("_run_"), len(call.NAMES)
 

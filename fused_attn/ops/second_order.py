@@ -103,15 +103,9 @@ def _first_order(
     inputs: Sequence[Tensor | None],
     grad_outputs: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of run(*inputs) with respect to inputs.
+    """Return differentiable gradients of run(*inputs) with respect to inputs, which require grad.
 
-    Args:
-        run: differentiable function of `inputs`, with as many outputs as `grad_outputs`.
-        inputs: tensors that require grad, or None.
-        grad_outputs: gradient of each output of run, or None.
-
-    Returns:
-        One gradient per input. It is None if the input is None or run does not use it.
+    A gradient is None if its input is None or run does not use it.
     """
     pairs = [(o, g) for o, g in zip(run(*inputs), grad_outputs, strict=True) if g is not None]
     grads = iter(
@@ -134,12 +128,8 @@ def _second_order(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the vector-Jacobian product of `_first_order` with grad_grads.
 
-    Args:
-        run, inputs, grad_outputs: as in `_first_order`, but inputs need not require grad.
-        grad_grads: gradient of each result of `_first_order`, or None.
-
-    Returns:
-        The gradients with respect to inputs, and those with respect to grad_outputs.
+    It consists of gradients with respect to inputs, which need not require grad, and of those with
+    respect to grad_outputs.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):

@@ -263,10 +263,11 @@ def overrides_methods(module: Module) -> bool:
     return not _methods_of(type(module)).isdisjoint(module.__dict__)
 
 
-def is_unmodified(module: Module) -> bool:
+def is_unmodified(module: Module, ignored: Callable[[Any], bool] | None = None) -> bool:
     """Return True if a module has no hooks and no methods overridden on the instance.
 
-    A norm must also normalize over a single dimension.
+    A norm must also normalize over a single dimension. For `ignored`, see `unhooked`.
     """
-    one_dimension = len(getattr(module, "normalized_shape", (1,))) == 1
-    return one_dimension and unhooked(module) and not (overrides_methods(module) or patched(module))
+    if len(getattr(module, "normalized_shape", (1,))) != 1 or not unhooked(module, ignored):
+        return False
+    return not (overrides_methods(module) or patched(module))

@@ -206,11 +206,15 @@ def is_plain(module: Module) -> bool:
     return no_global_hooks and "forward" not in module.__dict__ and unhooked(module)
 
 
-def unhooked(module: Module) -> bool:
-    """Return True if no hooks are registered on `module`; global hooks may be set."""
+def unhooked(module: Module, ignored: Callable[[Any], bool] | None = None) -> bool:
+    """Return True if no hooks are registered on `module`; global hooks may be set.
+
+    Args:
+        ignored: returns True for forward hooks that do not count.
+    """
+    hooks: Any = module._forward_hooks
+    if hooks and ignored is not None:
+        hooks = [hook for hook in hooks.values() if not ignored(hook)]
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -35,6 +35,7 @@ STACKS = {
     "Camembert": BERT,
     "DistilBert": DISTILBERT,
     "Electra": BERT | {"embedding_size": 16},
+    "LayoutLM": BERT,  # its padding mask is a float tensor
     "Roberta": BERT,
     "XLMRoberta": BERT,
 }
@@ -46,6 +47,8 @@ MODELS = {
     "NomicBert": ROTARY,
 }
 FAMILIES = STACKS | MODELS
+# Rotary embeddings round queries and keys, and LayoutLM rounds its softmax.
+ROUNDS_TO_FLOAT32 = {*MODELS, "LayoutLM"}
 REAL = {
     "right": torch.arange(LENGTH) < torch.tensor([[4], [11], [2]]),
     "left": torch.arange(LENGTH) >= torch.tensor([[4], [0], [9]]),
@@ -95,7 +98,7 @@ def test_results_are_those_of_eager(name, padding, packings):
     actual = run(Tokens(fused, real), (), call)
     assert len(packings) == 1 and packings[0] is not None
     assert not fused(**call).last_hidden_state[~real].any()
-    if name in MODELS:  # their rotary embeddings round queries and keys to float32
+    if name in ROUNDS_TO_FLOAT32:
         if name == "ModernBert":  # eager gradients are NaN where a window has only padding
             torch.testing.assert_close(actual["out0"], expected["out0"], atol=1e-5, rtol=1e-4)
             padded = copy.deepcopy(eager)
@@ -250,6 +253,27 @@ def test_padded_rows_are_zero():
         fused(**call, output_hidden_states=True)
         torch.testing.assert_close(fused(**call).last_hidden_state, first)
         assert not first[~real].any()
+
+
+def test_outputs_of_layers_are_padded(packings):
+    """Calls that request outputs of layers are not packed; the hooks that they leave do not count.
+
+    They are requested by name, or by the model that calls the encoder.
+    """
+    fused, call = model("Bert"), inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
+    packings.clear()
+    fused(**call, output_router_logits=True)
+    with_states = fused(**call, output_hidden_states=True)
+    assert all(packing is None for packing in packings)
+    assert all(states.shape == (BATCH, LENGTH, 32) for states in with_states.hidden_states)
+    fused(**call)
+    assert packings[-1] is not None
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    token = capturing._active_collector.set({"hidden_states": []})
+    fused.encoder(torch.randn(BATCH, LENGTH, 32).double(), REAL["right"][:, None, None])
+    capturing._active_collector.reset(token)
+    assert packings[-1] is None
 
 
 def test_arguments_by_position():

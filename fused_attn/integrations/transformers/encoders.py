@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -109,7 +110,8 @@ class PackedStack(PackedEncoder):
         Args:
             hidden_states: (batch, seqlen, hidden_size).
             attention_mask: mask of the original stack. The batch can be packed only if this is a
-                padding mask, (batch, 1, 1, seqlen) bool, True for real tokens.
+                padding mask, (batch, 1, 1, seqlen): bool, True for real tokens, or a float type, 0
+                for real tokens and the lowest number for others.
             args, kwargs: other arguments of the original stack.
 
         Returns:
@@ -122,9 +124,14 @@ class PackedStack(PackedEncoder):
             return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
-        real, packing = attention_mask[:, 0, 0], None
+        bias, packing = None, None
+        if attention_mask.dtype == torch.bool:
+            real = attention_mask[:, 0, 0]
+        else:
+            bias = attention_mask[:, 0, 0]
+            real = bias > torch.finfo(bias.dtype).min / 2
         if not _observed(self, kwargs):
-            packing = outside_graphs(_choose_packing, hidden_states, real, self)
+            packing = outside_graphs(_choose_packing, hidden_states, real, self, bias)
         if packing is None:
             return _zeroed(run(hidden_states, attention_mask, **kwargs), real)
         return self._packed(packing, hidden_states, attention_mask, **kwargs)
@@ -305,20 +312,38 @@ def _is_plain(value: Any) -> bool:
 
 
 def _observed(encoder: Any, arguments: dict[str, Any]) -> bool:
-    """Return True if the call requests hidden states, attention weights or a tuple."""
+    """Return True if the call requests hidden states or other outputs of layers, or a tuple."""
 
     def wanted(name: str, default: bool) -> Any:
         given = arguments.get(name)
         return getattr(config, name, default) if given is None else given
 
     config = getattr(encoder, "config", None)
-    states = wanted("output_hidden_states", False) or wanted("output_attentions", False)
-    return states or not wanted("return_dict", True)
+    names = {"output_hidden_states", "output_attentions", "output_router_logits", *arguments}
+    outputs = any(wanted(name, False) for name in names if name.startswith("output_"))
+    return outputs or not wanted("return_dict", True)
+
+
+def _collects_outputs(hook: Any) -> bool:
+    """Return True if a hook collects outputs of layers for transformers.
+
+    transformers adds these hooks in the first call that requests outputs, and keeps them.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _is_collecting() -> bool:
+    """Return True in a call of a model that requests outputs, also of models that call it."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and bool(collector.get())
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
-    """Return True if `mask` is a (batch, 1, 1, seqlen) bool tensor, a pure padding mask."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or hidden_states.dim() != 3:
+    """Return True if `mask` is a (batch, 1, 1, seqlen) tensor, which applies to all queries."""
+    if not isinstance(mask, Tensor) or hidden_states.dim() != 3:
+        return False
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         return False
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
@@ -334,13 +359,19 @@ def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] in (shape, (1, shape[1]))
 
 
-def _choose_packing(x: Tensor, real: Tensor, encoder: PackedEncoder) -> Packing | None:
+def _choose_packing(
+    x: Tensor, real: Tensor, encoder: PackedEncoder, bias: Tensor | None = None
+) -> Packing | None:
     """Return the packing of a batch; None if it saves no time or a module is not token-wise.
 
-    `x` is any tensor of the encoder's width, and `real`, (batch, seqlen) bool, is True for real
-    tokens.
+    `x` is any tensor of the encoder's width, `real`, (batch, seqlen) bool, is True for real tokens,
+    and `bias`, of the same shape, is added to the scores.
     """
     if must_stay_padded(x, real) or not saves_time(x, ~real):
+        return None
+    if not is_compiling() and _is_collecting():
+        return None
+    if bias is not None and (is_compiling() or not torch.equal(bias == 0, real)):
         return None
     if not all(_is_tokenwise(module, encoder) for module in encoder.modules()):
         return None
@@ -367,7 +398,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):
         return True
     known = (encoder.source.__module__, "transformers.activations")
-    return is_unmodified(module) and (
+    return is_unmodified(module, _collects_outputs) and (
         type(module) in (*TOKENWISE_MODULES, ModuleList)
         or getattr(type(module), "source", type(module)).__module__ in known
     )

@@ -376,11 +376,6 @@ def test_repr_of_problems():
     assert repr(NormProblem(gpu, torch.float32, 8)) == "layer_norm(float32 on cuda:0, 8 columns)"
 
 
-def test_torch_itself_refuses_gradients_of_a_bool_mask():
-    with pytest.raises(RuntimeError, match="floating point"):
-        torch.ones(5, 7, dtype=torch.bool).requires_grad_()
-
-
 def test_unknown_field_is_an_error():
     """The C++ binding refuses unknown fields."""
     x, summary = torch.randn(1, 1, 4, 8), torch.empty(1, 1, 1, 1, dtype=torch.uint8)

@@ -26,6 +26,11 @@ from fused_attn.base import small_calls
 
 if INTERPRETED:
     triton_interpreter.repair()
+NOT_HERE = [isa for isa in ISAS if not runnable(isa)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.line(f"not tested, because this CPU lacks them: {', '.join(NOT_HERE)}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -59,10 +64,9 @@ def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on the kernels of each instruction set that this CPU has.
 
-    A test or a file selects some of them with parametrize("isa", ..., indirect=True).
+    A test or a file selects some of them with parametrize("isa", ..., indirect=True). Those that
+    this CPU lacks are deselected, because skipping thousands of tests takes seconds.
     """
-    if not runnable(request.param):
-        pytest.skip(f"reason: this CPU has no {request.param}")
     with use_isa(request.param):
         yield request.param
 
@@ -116,8 +120,10 @@ def _backend(item: pytest.Item) -> str | None:
 
 
 def _taken(item: pytest.Item) -> bool:
-    """Return True if the backend supports the dtype and is fast enough for the test."""
+    """Return True if CPU and backend support the parameters, and are fast enough for the test."""
     backend, dtype = _backend(item), _parameters(item).get("dtype")
+    if _parameters(item).get("isa") in NOT_HERE:
+        return False
     if backend in SLOW_BACKENDS and item.get_closest_marker("not_emulated"):
         return False
     return backend not in BACKENDS or dtype is None or takes(backend, dtype)

@@ -40,7 +40,7 @@ def compiler_flags(isa: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("isa", "source", "instruction"),
+    ("cpu", "source", "instruction"),
     [
         ("generic", SOURCE, "mulps"),
         ("avx2", SOURCE, "vfmadd"),
@@ -49,18 +49,18 @@ def compiler_flags(isa: str) -> list[str]:
     ],
 )
 def test_all_chains_are_in_the_loop(
-    isa: str, source: str, instruction: str, tmp_path: Path
+    cpu: str, source: str, instruction: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "peak.cpp"
     path.write_text(source)
     command = [str(COMPILER), "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-exceptions", "-w"]
-    command += [*compiler_flags(isa), f"-I{ROOT / 'csrc'}", "-fopenmp", "-S", "-o", "-", str(path)]
+    command += [*compiler_flags(cpu), f"-I{ROOT / 'csrc'}", "-fopenmp", "-S", "-o", "-", str(path)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
     at = lines.index("chains:")
     (chains,) = re.findall(r"\.long\s+(\d+)", lines[at + 1])
     loops = innermost_loops(lines)
     counts = [sum(line.startswith(instruction) for line in body) for body in loops]
-    assert max(counts) == int(chains), f"{isa}: {counts}"
+    assert max(counts) == int(chains), f"{cpu}: {counts}"
 
 
 def innermost_loops(lines: list[str]) -> list[list[str]]:

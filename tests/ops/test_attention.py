@@ -18,7 +18,7 @@ from helpers import (
     random_qkv,
     short,
 )
-from mask_cases import FIELDS, MASKS, PAIRS
+from mask_cases import FIELDS, MASKS, OTHER_MASKS, PAIRS
 
 from fused_attn import functional as F
 from fused_attn import masks
@@ -65,6 +65,7 @@ def test_wide_heads(dtype, causal):
 
 
 @ONE_16_BIT_TYPE
+@OTHER_MASKS
 @pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -14,7 +14,7 @@ from helpers import (
     random_qkv,
     short,
 )
-from mask_cases import FIELDS, MASKS
+from mask_cases import FIELDS, MASKS, OTHER_MASKS
 
 from fused_attn import decode_attention, masks
 from fused_attn import functional as F
@@ -31,6 +31,7 @@ def check(tensors, mask, dtype, backend="cpp", **options):
     assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
 
 
+@OTHER_MASKS
 @pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
 @pytest.mark.thinned("covered by 1 and 16 queries", seqlen_q=[5])
 @pytest.mark.thinned(

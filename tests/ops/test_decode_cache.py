@@ -15,7 +15,7 @@ from helpers import (
     random_qkv,
     short,
 )
-from mask_cases import MASKS
+from mask_cases import MASKS, OTHER_MASKS
 
 import fused_attn
 from fused_attn import functional as F
@@ -144,6 +144,7 @@ def test_cache_of_the_reference(new, layout):
     torch.testing.assert_close(results, expected)
 
 
+@OTHER_MASKS
 @ONE_16_BIT_TYPE
 @pytest.mark.thinned(
     "covered without a cache", name=set(MASKS) - {"window", "padding", "dense_full", "bits"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import DTYPES, assert_like_eager, attention, drawn, random_qkv, short
-from mask_cases import MASKS
+from mask_cases import MASKS, OTHER_MASKS
 
 from fused_attn import functional, masks
 
 
+@OTHER_MASKS
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):

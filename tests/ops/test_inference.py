@@ -12,7 +12,7 @@ from helpers import (
     random_qkv,
     short,
 )
-from mask_cases import MASKS
+from mask_cases import MASKS, OTHER_MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks
@@ -42,6 +42,7 @@ def check(tensors, dtype, mask=None, **options):
         assert_outputs_like_eager(function(mask, **options), tensors, dtype, "cpp")
 
 
+@OTHER_MASKS
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):

@@ -14,7 +14,7 @@ from helpers import (
     use_isa,
     use_threads,
 )
-from mask_cases import MASKS
+from mask_cases import MASKS, OTHER_MASKS
 from norm_cases import norm, tensors_of
 
 from fused_attn import functional, masks
@@ -22,6 +22,7 @@ from fused_attn.backends import cpp, get_backend
 from fused_attn.call.norm import NormCall, NormOptions
 
 
+@OTHER_MASKS
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name, dtype, isa):

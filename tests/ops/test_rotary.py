@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import numpy
@@ -53,6 +54,7 @@ def rotary(
 
         return call
 
+    of.key = pickle.dumps((cos, sin, positions, interleaved))  # type: ignore[attr-defined]
     return of
 
 
@@ -63,6 +65,10 @@ def tables_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
+@pytest.mark.sampled(
+    "tables differ in their rows alone", tables=["shared", "long", "token", "one sequence"],
+    head_dim=[64, 6, 34],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbors"])
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 32), (64, 64), (40, 7), (6, 6), (34, 17)])

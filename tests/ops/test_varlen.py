@@ -17,7 +17,7 @@ from helpers import (
     most_exact,
     short,
 )
-from mask_cases import FIELDS, MASKS
+from mask_cases import FIELDS, MASKS, OTHER_MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
@@ -70,6 +70,7 @@ def padded(packed, lengths):
     return whole.transpose(1, 2)
 
 
+@OTHER_MASKS
 @pytest.mark.thinned("FIELDS covers the kernels' code paths", name=set(MASKS) - set(FIELDS))
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -104,6 +104,13 @@ FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled",
     "dense_full", "key_mask_head", "bias_with_inf", "alibi_batch",
 )  # fmt: skip
+# Marker for tests of each mask in each dtype: masks other than those of FIELDS run in float32 and
+# bfloat16. Kernels read masks alike for each dtype, but float64 scores are another type.
+OTHER_MASKS = pytest.mark.sampled(
+    "covered by float32 and bfloat16",
+    dtype=[torch.float64, torch.float16],
+    name=MASKS.keys() - {*FIELDS, "causal", "intervals", "bits"},
+)
 # All pairs that can be combined. `make test` runs the pairs of FIELDS and "intervals".
 PAIRS = [
     pytest.param(

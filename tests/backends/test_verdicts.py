@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
+import runpy
 import threading
 import warnings
 from pathlib import Path
@@ -33,7 +32,6 @@ from fused_attn.masks.spec import spec_of_mask
 from fused_attn.ops import dispatch
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 
-ROOT = Path(__file__).parents[2]
 GOOD = ClassVerdict(True, 1.5)
 PROBLEM = AttentionProblem(CPU, torch.float32, 16, 16, seqlen_q=100, seqlen_k=90)
 NAME = ProblemClass("attention", "float32", "D<=32,L<=128", "none", "forward")
@@ -411,14 +409,11 @@ def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
     assert verdicts.forget(["stand_in"]) == []
 
 
-def test_folder_is_the_users_cache():
-    """On Linux, verdicts are stored under $XDG_CACHE_HOME."""
-    code = "from fused_attn.backends import verdicts; print(verdicts.folder())"
-    environment = {**os.environ, "XDG_CACHE_HOME": "/somewhere", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    if sys.platform == "linux":
-        assert out.stdout == "/somewhere/fused_attn/verdicts\n"
+def test_folder_is_the_users_cache(monkeypatch):
+    """Verdicts are stored under $XDG_CACHE_HOME; conftest.py replaces the function in tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    folder = runpy.run_path(verdicts.__file__)["folder"]
+    assert folder() == Path("/somewhere/fused_attn/verdicts")
 
 
 # ---- torch.compile ------------------------------------------------------------------------------

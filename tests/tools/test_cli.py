@@ -220,7 +220,7 @@ def test_doctor_of_a_wrong_instruction_set():
     assert (done.returncode, done.stderr) == (1, "")
     assert facts["machine"]["FUSED_ATTN_CPU_ISA"] == "moon"
     assert "moon" in next(b["reasons"][0] for b in facts["backends"] if b["name"] == "cpp")
-    assert "must be one of" in facts["machine"]["isa"]
+    assert "FUSED_ATTN_CPU_ISA must be one of" in facts["machine"]["isa"]
 
 
 # ---- compare ------------------------------------------------------------------------------------
@@ -437,16 +437,6 @@ def test_installed_command():
     assert project["optional-dependencies"]["cli"] == ["matplotlib"]
 
 
-def test_package_imports_nothing_of_the_command_line():
-    code = "import fused_attn, sys; print(*sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=env)
-    imported = set(done.stdout.split())
-    assert "fused_attn.tools.compare" in imported
-    own = {f"fused_attn.tools.{name}" for name in ("cli", "bench", "doctor", "arguments", "plots")}
-    assert not imported & (own | {"matplotlib"})
-
-
 def test_a_terminal_gets_progress_and_red_rows(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     norm = functional.layer_norm
@@ -478,16 +468,16 @@ WITHOUT_MODULE = """
 import sys
 sys.modules["fused_attn._cpu"] = None
 from fused_attn.tools import cli
-sys.exit(cli.main(sys.argv[1:]))
+for command in ("bench --shape 1,1,32,32,8 --mask causal", "doctor", "verify --help"):
+    try:
+        status = cli.main(command.split())
+    except SystemExit as leaving:
+        status = leaving.code
+    assert not status, command
 """
 
 
-@pytest.mark.parametrize(
-    "command", ["doctor", "bench --shape 1,1,32,32,8 --mask causal", "verify --help"]
-)
-def test_without_the_cpu_module(command):
+def test_without_the_cpu_module():
     """The commands exit with status 0 even if the compiled CPU module cannot be imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MODULE, *command.split()], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MODULE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,15 @@ from fused_attn.compat.flash_attn.arguments import mask_of
 
 WINDOWS = [(-1, -1), (3, 2), (None, 1)]
 LENGTHS = [(7, 7), (3, 9), (9, 4)]  # queries, keys
-CASES = list(itertools.product([False, True], WINDOWS, [False, True], [0.0, 5.0], LENGTHS))
+# Each causal flag, window and pair of lengths occurs with and without ALiBi and softcap.
+CASES = [
+    (causal, window, alibi, softcap, lengths)
+    for (causal, window, lengths), (alibi, softcap) in zip(
+        itertools.product([False, True], WINDOWS, LENGTHS),
+        itertools.cycle(itertools.product([False, True], [0.0, 5.0])),
+        strict=False,
+    )
+]
 HEADS, HEADS_KV, DIM = 4, 2, 8
 
 

@@ -44,8 +44,7 @@ def check_export(module, args, kwargs=None, dynamic_shapes=None, others=()):
 
 ATTENTION = {
     "causal": (lambda q, k, v: attend(q, k, v, is_causal=True), ()),
-    "bool mask": (attend, (torch.ones(L, L).tril().bool(),)),
-    "a fully masked row": (attend, (torch.ones(L, L).tril(-1).bool(),)),
+    "bool mask, a fully masked row": (attend, (torch.ones(L, L).tril(-1).bool(),)),
     "float mask": (attend, (torch.linspace(-1, 1, L * L).reshape(L, L),)),
     "padding and window": (
         lambda q, k, v, n: attend(q, k, v, masks.padding(n) & masks.sliding_window(2)),

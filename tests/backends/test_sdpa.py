@@ -42,8 +42,7 @@ def test_masks(make):
         leaves = qkv()
         out = fa.scaled_dot_product_attention(*leaves, mask, backend=backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     q, k, v = qkv(grad=False)
     expected = fa.scaled_dot_product_attention(q, k, v, mask, backend="eager")
     for _ in range(2):  # the second call uses values cached on the mask
@@ -149,8 +148,7 @@ def test_weights(name, average):
         out, weights = attention_with_weights(*leaves, mask, average=average, backend=backend)
         loss = out.square().sum() + weights.square().sum()
         results.append((out, weights, *torch.autograd.grad(loss, leaves)))
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     torch.manual_seed(0)
     q, k, v = qkv(grad=False)
     out, weights = attention_with_weights(q, k, v, mask, 0.5, backend="sdpa")

@@ -288,8 +288,7 @@ def test_compiled_caches():
     caches = [Cache(tensors["key"], tensors["value"], (5, 40), 19, "pages") for _ in range(2)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = [f(c, tensors["query"]) for f, c in zip((step, compiled), caches, strict=True)]
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*results)
     for got, expected in zip(caches[1].before, caches[1].after, strict=True):
         assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
 

@@ -185,8 +185,7 @@ def test_layouts_that_are_compiled(backend):
         for function in (compiled, normed):
             out = function(*leaves)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

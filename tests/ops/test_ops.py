@@ -120,8 +120,7 @@ def test_compile_with_gradients(compiler, dynamic):
     for function in (attend, compiled):
         out = function(*inputs)
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs[:4])))
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(*results)
 
 
 def test_compile_notices_use_backend():

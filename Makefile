@@ -147,7 +147,7 @@ installed-test: ## run the tests of test-torch on the fused_attn that is install
 # takes ten minutes and needs no network.
 torch-suite: env ## run PyTorch's attention, norm and Transformer tests with fused_attn in torch's place: PYTORCH=/path/to/pytorch
 	@test -n "$(PYTORCH)" || { echo "make: PYTORCH must name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
-	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/torch_suite.py --pytorch "$(PYTORCH)"
 
 # `make test` runs these files only on the instruction set that is selected for this CPU.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))

@@ -1,6 +1,6 @@
 """Run PyTorch's tests of attention, norms and Transformers with fused_attn in torch's place.
 
-    python tests/integrations/torch_suite.py --pytorch /path/to/pytorch
+    python scripts/torch_suite.py --pytorch /path/to/pytorch
 
 The script runs the tests on plain torch and with fused_attn, and compares the outcomes.
 docs/compatibility.md lists each difference with its reason. The exit status is 1 if a difference
@@ -23,14 +23,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "scripts"
+import torch
+from torch_in_place import SWAPS, read_outcomes
+
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-sys.path[:0] = [str(ROOT), str(SUPPORT)]
-
-import torch  # noqa: E402
-from torch_in_place import SWAPS, read_outcomes  # noqa: E402
-
 # PyTorch's test files, and the pattern that selects tests by name.
 FILES = {
     "test/test_transformers.py": "",
@@ -144,7 +142,7 @@ def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
 
 def _environment() -> dict[str, str]:
     """Return the environment variables for PyTorch's tests, which run on the CPU only."""
-    paths = [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu",
         **os.environ,

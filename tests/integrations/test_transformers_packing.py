@@ -276,6 +276,21 @@ def test_outputs_of_layers_are_padded(packings):
     assert packings[-1] is None
 
 
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -1e4])
+def test_float_padding_masks(lowest, packings):
+    """They are packed like bool masks, unless they are also added to scores of real tokens."""
+    eager, real = model("Bert"), REAL["right"]
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    hidden = torch.randn(*real.shape, 32).double()
+    mask = torch.zeros(real.shape).double().masked_fill(~real, lowest)[:, None, None]
+    for packed in (True, False):
+        expected = eager.encoder(hidden, mask).last_hidden_state.masked_fill(~real[..., None], 0.0)
+        torch.testing.assert_close(fused.encoder(hidden, mask).last_hidden_state, expected)
+        assert (packings[-1] is not None) == packed
+        mask[0, 0, 0, 0] = -1.0
+
+
 def test_arguments_by_position():
     eager = model("Bert")
     fused = copy.deepcopy(eager)

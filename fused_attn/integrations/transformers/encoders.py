@@ -111,7 +111,7 @@ class PackedStack(PackedEncoder):
             hidden_states: (batch, seqlen, hidden_size).
             attention_mask: mask of the original stack. The batch can be packed only if this is a
                 padding mask, (batch, 1, 1, seqlen): bool, True for real tokens, or a float type, 0
-                for real tokens and the lowest number for others.
+                for real tokens and at most -1e4 for others.
             args, kwargs: other arguments of the original stack.
 
         Returns:
@@ -129,7 +129,7 @@ class PackedStack(PackedEncoder):
             real = attention_mask[:, 0, 0]
         else:
             bias = attention_mask[:, 0, 0]
-            real = bias > torch.finfo(bias.dtype).min / 2
+            real = bias > -1e4  # the weights of other keys are 0
         if not _observed(self, kwargs):
             packing = outside_graphs(_choose_packing, hidden_states, real, self, bias)
         if packing is None:

@@ -287,8 +287,8 @@ def _differentiable_attention(
     results = _Attention.apply(call, get_backend(backend), None, 4, *tensors)
     outputs = AttentionOutputs(*results)
     if not for_backward:
-        outputs = outputs._replace(lse=outputs.lse if want_lse else None, lse_residual=None)
-        outputs = outputs._replace(out_residual=None)
+        lse = outputs.lse if want_lse else None
+        outputs = AttentionOutputs(outputs.out, lse, None, None)
     return outputs.without_none()
 
 

@@ -16,9 +16,8 @@ inline double seconds_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Independent sums of the loop below. 8 suffice for two multiply-adds per cycle, latency 4. With
-// 12, the rate is also reached while another thread uses the same core.
-constexpr int kPeakChains = 12;
+// Independent sums of the loop below. 8 suffice for two multiply-adds per cycle, latency 4.
+constexpr int kPeakChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
 
 // Returns x as a number that the compiler does not know. If it knew the start of a sum, it could
 // remove the sum from the loop: 1 is a fixed point of sum * 0.999 + 0.001.

@@ -103,7 +103,7 @@ class NumberProduct {
   // multiply() reads from beginning to end. In rows that are a power of two apart, a feature of all
   // keys shares few sets of L1. With AVX2 (Zen 3), the forward is 3 to 12 % faster; the backward,
   // whose blocks serve fewer query tiles, is not. Groups of 6 rows do not divide vectors.
-  static constexpr int64_t kGroupRows = rows_at_once(kStepsOf<T, kSumSteps>);
+  static constexpr int64_t kGroupRows = micro_rows(kStepsOf<T, kSumSteps>);
   static constexpr bool kInGroups = sizeof(T) == sizeof(A);
   static constexpr Layout kGroups = kInGroups ? Layout::kColumnGroups : Layout::kColumnMajor;
   static Left column_groups(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,

@@ -1,7 +1,7 @@
 // C = A * B for small tiles, in vector registers.
 //
 // C is (m, 2 vectors) and B (k, 2 vectors); the elements of A are broadcast. Each K step loads two
-// vectors of B and rows_at_once() elements of A. On a machine with two multiply-add units,
+// vectors of B and micro_rows() elements of A. On a machine with two multiply-add units,
 // multiply-adds alone then limit the speed.
 //
 // The sums of these rows of C stay in registers, and so do most of the totals to which they are
@@ -41,11 +41,11 @@ enum class Into {
 // Value of kSteps for a single sum over all steps.
 constexpr int64_t kAllSteps = int64_t{1} << 40;
 
-// Returns the number of rows that are multiplied at once.
-constexpr int rows_at_once(int64_t steps) { return steps == kAllSteps ? kMicroRows : kTotalRows; }
+// Returns the number of rows in each step.
+constexpr int micro_rows(int64_t steps) { return steps == kAllSteps ? kMicroRows : kTotalRows; }
 
 // Layout of A. Element (r, t) is a[r * lda + t] if kRowMajor, and a[t * lda + r] if kColumnMajor.
-// kColumnGroups is column-major in groups of rows_at_once(kSteps) rows, each with lda columns.
+// kColumnGroups is column-major in groups of micro_rows(kSteps) rows, each with lda columns.
 enum class Layout { kRowMajor, kColumnMajor, kColumnGroups };
 
 // Multiply-add whose K step is one element of the accumulator type.
@@ -94,7 +94,7 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
     for (int r = 0; r < kRows; ++r) {
       const auto x = kLayout == Layout::kRowMajor      ? a[r * lda + t]
                      : kLayout == Layout::kColumnMajor ? a[t * lda + r]
-                                                       : a[t * rows_at_once(kSteps) + r];
+                                                       : a[t * micro_rows(kSteps) + r];
       sum[r][0] = Op::multiply_add(x, b0, sum[r][0]);
       sum[r][1] = Op::multiply_add(x, b1, sum[r][1]);
     }
@@ -149,7 +149,7 @@ inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Elemen
                       int64_t ldc, typename Op::Result* columns, Between& between) {
   for (; r + kRows <= m; r += kRows) {
     between();
-    const int64_t in_group = r % rows_at_once(kSteps);
+    const int64_t in_group = r % micro_rows(kSteps);
     const int64_t row = kLayout == Layout::kRowMajor      ? r * lda
                         : kLayout == Layout::kColumnMajor ? r
                                                           : (r - in_group) * lda + in_group;
@@ -170,8 +170,8 @@ template <class Op, Layout kLayout, Into kInto, int64_t kSteps, class Between>
 inline void gemm(int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                  const typename Op::Element* b, int64_t ldb, typename Op::Result* c, int64_t ldc,
                  typename Op::Result* columns, Between& between) {
-  gemm_from<Op, rows_at_once(kSteps), kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc,
-                                                              columns, between);
+  gemm_from<Op, micro_rows(kSteps), kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc,
+                                                            columns, between);
 }
 
 }  // namespace

@@ -8,6 +8,12 @@ from typing import Any
 import tables
 
 DTYPES = ("float32", "bfloat16")
+# Names by which readers know the CPUs whose own names have no number.
+_GENERATIONS = {
+    "AMD EPYC (family 23, model 1)": "AMD EPYC (Zen 1)",
+    "AMD EPYC (family 25, model 17)": "AMD EPYC (Zen 4)",
+    "AMD EPYC (family 26, model 2)": "AMD EPYC (Zen 5)",
+}
 # Title of a row, then group and name of its record in the results of `make bench`.
 ROWS = (
     ("forward, B2 H8 L2048 D64", "forward", "long"),
@@ -31,10 +37,9 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     header, columns = ["attention, speedup over torch: float32, bfloat16"], []
     for results in sorted(cpus, key=lambda results: -results["ceilings"]["bfloat16"]):
         machine = results["machine"]
+        cpu = _GENERATIONS.get(machine["cpu"], machine["cpu"])
         layout, records = next(iter(tables.by_layout(results).items()))
-        header.append(
-            f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {layout} operands"
-        )
+        header.append(f"{cpu}, `{machine['isa']}`, {machine['threads']} threads, {layout} operands")
         columns.append({(r["group"], r["name"], r["dtype"]): tables.over_torch(r) for r in records})
     rows = [
         [title, *(", ".join(f"{of[(*case, dtype)]:.1f}" for dtype in DTYPES) for of in columns)]

@@ -68,13 +68,13 @@ class AttentionBwd : BwdTile<T> {
       AttentionBwd self(bwd, mask);
       const bool ok =
           self.allocate(query_tiles, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
-      share_tasks(tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(tasks, tasks_of(2 * operand_bytes<T>(p), heads), [&](int64_t task) {
         if (!ok) return;
         const int64_t head = task / splits, split = task % splits;
         const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
         const int64_t begin = min64(split * per_split * kBlockN, num_keys);
         const int64_t end = min64(begin + per_split * kBlockN, num_keys);
-        self.prefetch_head(splits == 1 ? head + p.num_threads : heads);
+        self.prefetch_head(splits == 1 ? head + 1 : heads);
         A* const split_grad_query =
             splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
         self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, split_grad_query,

@@ -93,10 +93,11 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     const int64_t count = work.splits > 1 ? p.batch * p.num_heads * work.splits * work.part : 0;
     float* grad_query;
     if (!parts.layout([&] { grad_query = parts.template take<float>(count); })) return false;
+    const Tasks kind = tasks_of(2 * operand_bytes<T>(p), p.batch * p.num_heads_kv);
     return run_team(p.num_threads, work.tasks, [&] {
       AttentionBwdTiles self(bwd, mask, work, grad_query);
       const bool ok = self.allocate();
-      share_tasks(work.tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(work.tasks, kind, [&](int64_t task) {
         if (ok) self.task(task / work.splits, task % work.splits);
       });
       if (work.splits > 1) {
@@ -111,8 +112,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   }
 
  private:
-  // Partition of the work into tasks. It depends only on the shape, so results do not depend on the
-  // number of threads.
+  // Partition of the work into tasks. It depends on the shape alone, not on the number of threads.
   //
   // A unit is the set of heads that accumulate into the same dK, dV or bias gradient: one key/value
   // head with its query heads, or all heads that share a bias. With few units, the keys are split

@@ -298,6 +298,23 @@ inline bool is_unmasked(const AttentionParams& p) {
          mask.band_lo <= -p.seqlen_q && mask.band_hi >= p.seqlen_k;
 }
 
+// Heads whose operands and results have at most this size are short: the current one and the next
+// fit in L2.
+constexpr int64_t kShortHeadBytes = int64_t{256} << 10;
+
+inline bool has_short_heads(int64_t bytes, int64_t heads) {
+  return !fit_caches(bytes) && bytes / max64(heads, 1) <= kShortHeadBytes;
+}
+
+// Returns how tasks of this problem, which are heads or parts of heads, are distributed.
+//
+// bytes: size of all operands and results of `heads` heads.
+inline Tasks tasks_of(int64_t bytes, int64_t heads) {
+  return fit_caches(bytes)               ? Tasks::kCached
+         : has_short_heads(bytes, heads) ? Tasks::kShort
+                                         : Tasks::kLong;
+}
+
 // Returns the total size of query, key, value and out in bytes.
 template <class T>
 inline int64_t operand_bytes(const AttentionParams& p) {

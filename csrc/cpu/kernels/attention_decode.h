@@ -34,11 +34,11 @@ class AttentionDecode {
     if (p.lse_residual != nullptr) return false;
     const bool few = queries <= min64(kMaxQueries, kPanel<A>);
     if (few && (p.decoding || keys >= 4 * queries)) return true;
-    // With many keys, query tiles stall on memory, whereas this kernel reads at an even rate. For
-    // 17 queries, 48 heads and 2,048 keys at head_dim 64 in float32, it takes 6.1 ms instead of
-    // 12.5 ms. Query tiles are faster with fewer keys or more query rows.
+    // With many keys, query tiles of AMX stall on memory, whereas this kernel reads at an even
+    // rate. Those without AMX prefetch the next KV block: for 24 queries, 96 heads and 2,048 keys
+    // at head_dim 64 in float32, they take 11.5 ms instead of 12.5 ms (AMD Zen 4).
     const int64_t rows = queries * (p.num_heads / max64(p.num_heads_kv, 1));
-    return kTakesQueryTile && rows <= kPanel<A> && (p.decoding || keys >= kLongKeys);
+    return kTiles && rows <= kPanel<A> && (p.decoding || keys >= kLongKeys);
   }
 
   static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }
@@ -57,9 +57,9 @@ class AttentionDecode {
 
  private:
 #if defined(__AMX_BF16__)
-  static constexpr bool kTiles = sizeof(T) == 2, kTakesQueryTile = kTiles;
+  static constexpr bool kTiles = sizeof(T) == 2;
 #else
-  static constexpr bool kTiles = false, kTakesQueryTile = sizeof(T) == 4 && kLane == 16;
+  static constexpr bool kTiles = false;
 #endif
   static constexpr int64_t kMaxQueries = kTiles ? 16 : DecodeRows<T>::kMaxQueries;
   static constexpr int64_t kLongKeys = 512;

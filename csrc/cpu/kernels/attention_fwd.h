@@ -31,16 +31,17 @@ class AttentionFwd {
     while (per_task > 1 && heads * div_up(num_query_tiles, per_task) < 4 * p.num_threads)
       per_task /= 2;
     const int64_t per_head = div_up(num_query_tiles, per_task), tasks = heads * per_head;
+    const Tasks kind = is_unmasked(p) ? Tasks::kEqual : tasks_of(operand_bytes<T>(p), heads);
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwd self(p, mask);
       const bool ok = self.allocate(min64(per_task, num_query_tiles));
       // Start with the last query tiles: under a causal mask they take longest.
-      share_tasks(tasks, is_unmasked(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(tasks, kind, [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
         const int64_t sequence_query_tiles = div_up(query_rows(p, b).count, kRows);
         const int64_t count = min64(per_task, sequence_query_tiles - first);
-        self.prefetch_head(per_head == 1 ? head + p.num_threads : heads);
+        self.prefetch_head(per_head == 1 ? head + 1 : heads);
         if (ok && count > 0) self.head_query_tiles(b, head % p.num_heads, first, count);
       });
       return ok;
@@ -147,8 +148,8 @@ class AttentionFwd {
       k_ = P::rows(key + j * p_.key_strides[2], p_.key_strides[2], n, p_.head_dim, stage_, key_);
       v_.load(value + j * p_.value_strides[2], p_.value_strides[2], n, p_.head_dim_v, guards_,
               stage_, value_);
-      if (prefetch_.begin_block(j + kBlockN < keys.count)) {
-        const int64_t next = j + kBlockN, rows = min64(kBlockN, keys.count - next);
+      const int64_t next = j + kBlockN, rows = max64(min64(kBlockN, keys.count - next), 0);
+      if (prefetch_.begin_block(rows, tiles * (P::groups(n) + P::groups(p_.head_dim_v)))) {
         prefetch_.add(key + next * p_.key_strides[2], p_.key_strides[2], rows, p_.head_dim);
         prefetch_.add(value + next * p_.value_strides[2], p_.value_strides[2], rows, p_.head_dim_v);
       }

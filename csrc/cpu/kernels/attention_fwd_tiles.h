@@ -70,11 +70,12 @@ class AttentionFwdTiles {
     int64_t per_task = min64(query_tiles, kMaxQueryTiles);
     while (per_task > 4 && heads * div_up(query_tiles, per_task) < 4 * p.num_threads) per_task /= 2;
     const int64_t per_head = div_up(query_tiles, per_task), tasks = heads * per_head;
+    const Tasks kind = is_unmasked(p) ? Tasks::kEqual : tasks_of(operand_bytes<T>(p), heads);
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
       // Start with the last query tiles: under a causal mask they take longest.
-      share_tasks(tasks, is_unmasked(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(tasks, kind, [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.query_tiles(task / per_head, first, min64(first + per_task, query_tiles));
       });

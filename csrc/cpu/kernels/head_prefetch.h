@@ -13,9 +13,6 @@ namespace fused_attn {
 namespace {
 
 class HeadPrefetch {
-  // Two heads of this size fit in L2: the current one and the next.
-  static constexpr int64_t kMaxBytes = int64_t{256} << 10;
-
  public:
   HeadPrefetch() = default;  // prefetches nothing
 
@@ -23,9 +20,9 @@ class HeadPrefetch {
   // rows: maximum number of rows of an operand of a head.
   // calls: expected number of calls of the operator per head.
   HeadPrefetch(int64_t bytes, int64_t heads, int64_t rows, int64_t calls)
-      : heads_(!fit_caches(bytes) && bytes / max64(heads, 1) <= kMaxBytes),
+      : heads_(has_short_heads(bytes, heads)),
         blocks_(!fit_caches(bytes) && !heads_),
-        rows_per_call_(heads_ ? div_up(rows, max64(calls, 1)) : 1) {}
+        rows_per_call_(div_up(rows, max64(calls, 1))) {}
 
   // Starts to prefetch another head. Returns false if nothing should be added.
   bool begin(bool exists) {
@@ -34,10 +31,15 @@ class HeadPrefetch {
   }
 
   // Starts to prefetch another KV block of a head that is too large to be prefetched as a whole.
-  bool begin_block(bool exists) {
+  // Returns false if nothing should be added.
+  //
+  // rows: rows of the block; 0 if there is none.
+  // calls: number of calls of the operator that follow.
+  bool begin_block(int64_t rows, int64_t calls) {
     if (!blocks_) return false;
     row_ = end_ = count_ = 0;
-    return exists;
+    rows_per_call_ = div_up(rows, calls);
+    return rows > 0;
   }
 
   // Adds the rows of an operand or, if `written`, of a result. The stride is in elements.

@@ -61,6 +61,10 @@ struct Backward {
     const auto is_few = [&](int64_t queries, int64_t keys) {
       return AttentionBwdRows<T>::pays_off(p, queries, keys);
     };
+    const bool packed = p.fwd.cu_seqlens_q != nullptr;
+    if (!packed && !is_few(p.fwd.seqlen_q, p.fwd.seqlen_k) && AttentionBwd<T>::supports_bias(p)) {
+      return AttentionBwd<T>::run(p, true);
+    }
     const auto few = [&](const AttentionParams& part) {
       return own::attention_bwd_rows(of_part(p, part));
     };

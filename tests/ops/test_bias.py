@@ -11,8 +11,10 @@ from helpers import (
     assert_like_eager,
     attention,
     drawn,
+    leaves_of,
     random_qkv,
     short,
+    use_threads,
 )
 
 from fused_attn import functional as F
@@ -55,6 +57,26 @@ def test_bias_gradient(shape, own_dtype, dtype, backend):
     half = dtype in (torch.float16, torch.bfloat16)
     tensors["bias"] = bias.to(dtype) if own_dtype and half else bias
     assert_like_eager(attention(masks.causal(), enable_gqa=True), tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=short)
+@pytest.mark.parametrize("shape", [(16, 45, 150), (8, 1, 45, 150), (8, 16, 45, 150)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.2, "seed": 5}], ids=str)
+def test_bias_gradient_does_not_depend_on_threads(options, shape, dtype, isa):
+    """The backward sums the gradient if each thread has a task; otherwise a second pass does."""
+    tensors = random_qkv(8 if len(shape) == 4 else 2, 16, 8, 45, 150, 16)
+    tensors["bias"] = torch.randn(shape, generator=drawn(2))
+    call = attention(masks.causal(), enable_gqa=True, **options)
+    assert_like_eager(call, tensors, dtype, "cpp")
+
+    def gradients(threads):
+        leaves = leaves_of(tensors.values(), dtype, "cpp")
+        with use_threads(threads):
+            out, _ = call("cpp")(*leaves)
+            return torch.autograd.grad(out.square().sum(), leaves)
+
+    for few, many in zip(gradients(1), gradients(65), strict=True):
+        assert torch.equal(few, many)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

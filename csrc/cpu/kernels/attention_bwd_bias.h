@@ -1,6 +1,7 @@
 // Gradient of the additive bias (float mask), reduced over its broadcast dimensions.
 //
-// This is a separate pass over the score tiles. A task computes one query tile of one (batch, head)
+// This is a separate pass over the score tiles, for calls of which AttentionBwd computes the other
+// gradients only. A task computes one query tile of one (batch, head)
 // of the bias, and loops over all batches, heads and query tiles that share it by broadcasting.
 // Threads therefore share no accumulators, and memory is linear in the sequence length.
 #pragma once
@@ -107,11 +108,11 @@ class AttentionBwdBias : BwdTile<T> {
       };
       this->tile_gradients(kind, at, 0, k, v, use);
     }
-    p_.partial ? add_partial() : add_consistent();
+    p_.partial || sizeof(T) == sizeof(A) ? add() : add_consistent();
   }
 
-  // Accumulates dS of the query tile in a partial result, whose rows need not add up to dlse.
-  void add_partial() {
+  // Accumulates dS of the query tile, whose rows need not add up to dlse in a partial result.
+  void add() {
     for (int64_t e = 0; e < p_.seqlen_k * kRows; ++e) {
       sum_[e] += grads_[e];
       row_sum_[e % kRows] += grads_[e];

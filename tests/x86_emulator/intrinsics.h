@@ -321,6 +321,9 @@ __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
 __m512 _mm512_max_ps(__m512 a, __m512 b) {
   return lanes<__m512, float>([&](int l) { return a[l] > b[l] ? a[l] : b[l]; });
 }
+__m512 _mm512_min_ps(__m512 a, __m512 b) {
+  return lanes<__m512, float>([&](int l) { return a[l] < b[l] ? a[l] : b[l]; });
+}
 __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return lanes<__m512, float>([&](int l) { return __builtin_fmaf(a[l], b[l], c[l]); });
 }

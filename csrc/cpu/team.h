@@ -59,13 +59,20 @@ enum class Tasks {
   kLong,    // a free thread takes the next task
 };
 
+// Returns the number of adjacent tasks that a thread takes at a time.
+inline int64_t run_length(Tasks kind, int64_t count, int64_t num_threads) {
+  constexpr int64_t kRuns = 16;  // of short tasks, per thread
+  const int64_t runs = kind == Tasks::kEqual   ? num_threads
+                       : kind == Tasks::kShort ? kRuns * num_threads
+                                               : count;
+  return runs > 0 && count > runs ? count / runs : 1;
+}
+
 // Runs task(0) to task(count - 1) on the threads of the enclosing parallel region, without a
 // barrier at the end.
 template <class Task>
 inline void share_tasks(int64_t count, Tasks kind, const Task& task) {
-  constexpr int64_t kRuns = 16;  // of adjacent short tasks, per thread
-  const int64_t short_run = count / (kRuns * omp_get_num_threads());
-  const int64_t run = kind == Tasks::kShort && short_run > 1 ? short_run : 1;
+  const int64_t run = run_length(kind, count, omp_get_num_threads());
   if (kind == Tasks::kEqual) {
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < count; ++i) task(i);

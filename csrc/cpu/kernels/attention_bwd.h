@@ -73,6 +73,9 @@ class AttentionBwd : BwdTile<T> {
     int64_t splits = 1;
     if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
     const int64_t per_split = div_up(blocks, splits), tasks = shared.tasks(p) * splits;
+    const Tasks kind = tasks_of(2 * operand_bytes<T>(p), heads);
+    const bool in_a_row = shared.heads > 1 || run_length(kind, tasks, p.num_threads) > 1;
+    const int64_t next = shared.batches > 1 ? p.num_heads_kv : in_a_row ? 1 : p.num_threads;
     Arena parts;  // dQ of each split: (heads, group, splits, part)
     A* grad_query;
     if (!parts.layout(
@@ -82,7 +85,7 @@ class AttentionBwd : BwdTile<T> {
       AttentionBwd self(bwd, mask, bias);
       const bool ok =
           self.allocate(query_tiles, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
-      share_tasks(tasks, tasks_of(2 * operand_bytes<T>(p), heads), [&](int64_t task) {
+      share_tasks(tasks, kind, [&](int64_t task) {
         if (!ok) return;
         const int64_t split = task % splits;
         for (int64_t at = 0; at < shared.batches * shared.heads; ++at) {
@@ -90,7 +93,7 @@ class AttentionBwd : BwdTile<T> {
           const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
           const int64_t begin = min64(split * per_split * kBlockN, num_keys);
           const int64_t end = min64(begin + per_split * kBlockN, num_keys);
-          self.prefetch_head(splits == 1 ? head + shared.step(p) : heads);
+          self.prefetch_head(splits == 1 ? head + next : heads);
           A* const split_grad_query =
               splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
           self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, split_grad_query,
@@ -117,8 +120,8 @@ class AttentionBwd : BwdTile<T> {
   // The key/value heads of a task: of how many sequences, and how many of each.
   struct Shared {
     Shared(const AttentionParams& p, bool bias)
-        : batches(bias && p.mask.bias.strides[0] == 0 ? p.batch : 1),
-          heads(bias && p.mask.bias.strides[1] == 0 ? p.num_heads_kv : 1) {}
+        : batches(bias && p.mask.bias.strides[0] == 0 ? max64(p.batch, 1) : 1),
+          heads(bias && p.mask.bias.strides[1] == 0 ? max64(p.num_heads_kv, 1) : 1) {}
     int64_t tasks(const AttentionParams& p) const {
       return p.batch / batches * (p.num_heads_kv / heads);
     }
@@ -127,7 +130,6 @@ class AttentionBwd : BwdTile<T> {
       const int64_t first = batches == 1 ? task * heads : task * heads % p.num_heads_kv;
       return first + at / heads * p.num_heads_kv + at % heads;
     }
-    int64_t step(const AttentionParams& p) const { return batches > 1 ? p.num_heads_kv : 1; }
     const int64_t batches, heads;
   };
 

@@ -1,9 +1,9 @@
 // Gradient of the additive bias (float mask), reduced over its broadcast dimensions.
 //
 // This is a separate pass over the score tiles, for calls of which AttentionBwd computes the other
-// gradients only. A task computes one query tile of one (batch, head)
-// of the bias, and loops over all batches, heads and query tiles that share it by broadcasting.
-// Threads therefore share no accumulators, and memory is linear in the sequence length.
+// gradients only. A task computes one query tile of one (batch, head) of the bias, and loops over
+// all batches, heads and query tiles that share it by broadcasting. Threads therefore share no
+// accumulators, and memory is linear in the sequence length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"

@@ -32,6 +32,7 @@ class AttentionFwd {
       per_task /= 2;
     const int64_t per_head = div_up(num_query_tiles, per_task), tasks = heads * per_head;
     const Tasks kind = is_unmasked(p) ? Tasks::kEqual : tasks_of(operand_bytes<T>(p), heads);
+    const int64_t next = run_length(kind, tasks, p.num_threads) > 1 ? 1 : p.num_threads;
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwd self(p, mask);
       const bool ok = self.allocate(min64(per_task, num_query_tiles));
@@ -41,7 +42,7 @@ class AttentionFwd {
         const int64_t b = head / p.num_heads, first = group * per_task;
         const int64_t sequence_query_tiles = div_up(query_rows(p, b).count, kRows);
         const int64_t count = min64(per_task, sequence_query_tiles - first);
-        self.prefetch_head(per_head == 1 ? head + 1 : heads);
+        self.prefetch_head(per_head == 1 ? head + next : heads);
         if (ok && count > 0) self.head_query_tiles(b, head % p.num_heads, first, count);
       });
       return ok;

@@ -18,10 +18,7 @@ from mask_cases import FIELDS, MASKS, OTHER_MASKS
 
 from fused_attn import decode_attention, masks
 from fused_attn import functional as F
-from fused_attn.backends import get_backend
 from fused_attn.backends.verdicts import WIDTHS
-from fused_attn.call.attention import AttentionCall, AttentionOptions
-from fused_attn.masks.spec import MaskSpec
 
 IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]
 
@@ -45,16 +42,6 @@ def check(tensors, mask, dtype, backend="cpp", **options):
 def test_masks(name, seqlen_q, dtype, backend):
     shape = (2, 4, 2, seqlen_q, 300)
     check(random_qkv(*shape, 40, 24), MASKS[name](2, 4, seqlen_q, 300), dtype, backend)
-
-
-def test_one_query_runs_on_the_decode_kernel():
-    """A call for inference uses the decode kernel, which rounds differently from training."""
-    tensors = random_qkv(1, 4, 4, 1, 2000, 64)
-    q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
-    call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
-    outs = [get_backend("cpp").attention_fwd(call, flag, True).out for flag in (True, False)]
-    assert not torch.equal(*outs)
-    torch.testing.assert_close(*outs)
 
 
 def test_compiled_calls_run_on_the_decode_kernel():

@@ -8,6 +8,7 @@ from helpers import DTYPES, assert_like_eager, attention, drawn, random_qkv, sho
 from mask_cases import MASKS, OTHER_MASKS
 
 from fused_attn import functional, masks
+from fused_attn.nn.weights import attention_with_weights
 
 
 @OTHER_MASKS
@@ -44,16 +45,51 @@ def test_bias_and_options(options, dtype, isa):
     assert_like_eager(attention(enable_gqa=True, **options), tensors, dtype, "cpp")
 
 
+def peaked(num_heads_kv):
+    """Return query, key and value in which one key has nearly all the weight of each query."""
+    tensors = random_qkv(2, 4, num_heads_kv, 4, 300, 64)
+    group = tensors["query"].unflatten(1, (num_heads_kv, -1))
+    tensors["key"][:, :, 77] = 3 * group.mean((2, 3))
+    tensors["query"] = tensors["query"] * 8
+    return tensors
+
+
+def weighed(backend):
+    """Return function(query, key, value) that also returns the attention weights."""
+
+    def call(query, key, value):
+        return attention_with_weights(query, key, value, backend=backend)
+
+    return call
+
+
+# Each kernel that recomputes scores: of the few queries, of the bias gradient, of the weights.
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_one_key_has_all_the_weight(dtype, isa):
+@pytest.mark.parametrize("num_heads_kv", [1, 4])
+def test_one_key_has_all_the_weight(num_heads_kv, dtype, isa):
     """Results are within the numerics contract if one key has nearly all the weight.
 
     This requires a backward that recomputes scores with the same rounding as the forward.
     """
-    tensors = random_qkv(2, 4, 4, 4, 300, 64)
-    tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)
-    tensors["query"] = tensors["query"] * 8
-    assert_like_eager(attention(), tensors, dtype, "cpp")
+    tensors = peaked(num_heads_kv)
+    assert_like_eager(attention(enable_gqa=True), tensors, dtype, "cpp")
+    assert_like_eager(weighed, tensors, dtype, "cpp")
+    tensors["bias"] = torch.randn(4, 300, generator=drawn(1))
+    assert_like_eager(attention(enable_gqa=True), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_training_has_the_bits_of_inference(head_dim, dtype, isa):
+    """Out of 1 to 4 queries is bitwise identical with and without a backward."""
+    if "amx" in isa and dtype != torch.float64:
+        pytest.skip("with AMX, training uses query tiles")
+    for seqlen_q in (1, 2, 4):
+        tensors = random_qkv(2, 4, 4, seqlen_q, 700, head_dim)
+        q, k, v = (tensors[n].to(dtype) for n in ("query", "key", "value"))
+        out = functional.scaled_dot_product_attention(q, k, v)
+        trained = functional.scaled_dot_product_attention(q.requires_grad_(), k, v)
+        assert torch.equal(out, trained)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -14,16 +14,16 @@ namespace {
 template <class T>
 class AttentionBwdRows {
   using A = Acc<T>;
+  using Products = RowProducts<T>;
   static constexpr int64_t kLane = kLanes<A>;
   static constexpr int64_t kTasksPerThread = 8;
   static constexpr int kShare = 4;  // keys that share each load of a row of dO or Q
 
  public:
-  // Returns true if this kernel is faster than the query-tile kernels and recomputes the scores
-  // with the same rounding. It has no gradient of weights.
+  // Returns true if this kernel is faster than the query-tile kernels. It has no gradient of
+  // weights.
   static bool pays_off(const AttentionBwdParams& bwd, int64_t queries, int64_t keys) {
-    return bwd.grad_weights == nullptr && few_queries<T>(queries) &&
-           !is_self_attention(bwd.fwd, queries, keys);
+    return bwd.grad_weights == nullptr && has_few_queries<T>(bwd.fwd, queries, keys);
   }
 
   static bool run(const AttentionBwdParams& bwd) {
@@ -83,7 +83,6 @@ class AttentionBwdRows {
   }
 
   void place() {
-    products_.place(&arena_, max64(wide_, wide_v_));
     query_ = arena_.template take<A>(shape_.rows * wide_);
     grad_out_ = arena_.template take<A>(shape_.rows * wide_v_);
     for (A** const numbers : {&lse_, &lse_lost_, &delta_, &grad_lse_}) {
@@ -94,8 +93,8 @@ class AttentionBwdRows {
     }
     kinds_ = arena_.template take<Tile>(shape_.group);
     rows_ = arena_.template take<A>(kShare * max64(wide_, wide_v_));
-    row_ = arena_.template take<A>(RowProducts<T>::kKeys);
     key_ = arena_.template take<T>(kDecodeKeys * wide_);
+    value_ = arena_.template take<T>(kDecodeKeys * wide_v_);
   }
 
   // Computes dK and dV of keys [begin, end) of a key/value head, and adds the contribution of these
@@ -151,9 +150,10 @@ class AttentionBwdRows {
   // key has all the weight, both are large and must cancel.
   A delta(const SequenceRows& queries, int64_t h, int64_t i, const A* grad_out) {
     const T* const out = at_head<T>(p_.out, p_.out_strides, queries, h) + i * p_.out_strides[2];
-    products_.template multiply<kShortSumSteps>(out, 0, 1, p_.head_dim_v, grad_out, 0, 1, row_, 0,
-                                                [](int64_t, int64_t) {});
-    A delta = row_[0];
+    const auto row = Products::padded(out, 0, 1, p_.head_dim_v, value_);
+    A product[kLane];
+    Products::multiply_all(row.rows, 0, 1, wide_v_, grad_out, 0, 1, product, 0, [](int64_t) {});
+    A delta = product[0];
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual != nullptr) delta += delta_residual<T>(bwd_, queries, h, i);
     }
@@ -174,21 +174,18 @@ class AttentionBwdRows {
       guard = guard || kinds_[g] != Tile::kFull;
     }
     if (any) {
-      const auto next_key = [&](int64_t begin, int64_t end) {
-        prefetch(key + kDecodeKeys * key_stride, key_stride, begin, end, p_.head_dim);
-      };
-      const auto next_value = [&](int64_t begin, int64_t end) {
-        prefetch(value + kDecodeKeys * value_stride, value_stride, begin, end, p_.head_dim_v);
-      };
-      products_.template multiply<kSumSteps>(key, key_stride, n, p_.head_dim, query_, wide_,
-                                             shape_.rows, weights_, kDecodeKeys, next_key);
-      products_.template multiply<kShortSumSteps>(value, value_stride, n, p_.head_dim_v, grad_out_,
-                                                  wide_v_, shape_.rows, grads_, kDecodeKeys,
-                                                  next_value);
+      const auto k = Products::padded(key, key_stride, n, p_.head_dim, key_);
+      const auto v = Products::padded(value, value_stride, n, p_.head_dim_v, value_);
+      Products::multiply_all(
+          k.rows, k.stride, n, wide_, query_, wide_, shape_.rows, weights_, kDecodeKeys,
+          [&](int64_t t) { prefetch(key + (kDecodeKeys + t) * key_stride, p_.head_dim); });
+      Products::multiply_all(
+          v.rows, v.stride, n, wide_v_, grad_out_, wide_v_, shape_.rows, grads_, kDecodeKeys,
+          [&](int64_t t) { prefetch(value + (kDecodeKeys + t) * value_stride, p_.head_dim_v); });
       for (int64_t g = 0; g < shape_.group; ++g) {
         score_gradients({b_, h_kv_ * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
       }
-      add_grad_query(key, key_stride, n, guard, grad_query);
+      add_grad_query(k, n, guard, grad_query);
     } else {
       memset(weights_, 0, shape_.rows * kDecodeKeys * sizeof(A));
       memset(grads_, 0, shape_.rows * kDecodeKeys * sizeof(A));
@@ -199,12 +196,10 @@ class AttentionBwdRows {
                grad_rows(bwd_.grad_key, bwd_.grad_key_strides));
   }
 
-  // Prefetches rows [begin, end). The hardware prefetcher restarts at each block.
-  static void prefetch(const T* rows, int64_t stride, int64_t begin, int64_t end, int64_t dim) {
+  // Prefetches a row of the next block. The hardware prefetcher restarts at each block.
+  static void prefetch(const T* row, int64_t dim) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-    for (int64_t t = begin; t < end; ++t) {
-      for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(rows + t * stride + d, 0, 2);
-    }
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d, 0, 2);
   }
 
   // Converts the scores of one head to weights after dropout, and dP to dS.
@@ -292,44 +287,39 @@ class AttentionBwdRows {
 
   // Adds dS K to dQ, with partial sums of kSumSteps keys. With `guard`, non-finite keys are skipped
   // where dS is 0.
-  void add_grad_query(const T* key, int64_t stride, int64_t n, bool guard, A* grad_query) {
-    if (guard && !rows_finite(key, stride, n, p_.head_dim)) {
-      for (int64_t r = 0; r < shape_.rows; ++r) add_nonzero(key, stride, n, r, grad_query);
+  void add_grad_query(const typename Products::Padded& keys, int64_t n, bool guard, A* grad_query) {
+    if (guard && !rows_finite(keys.rows, keys.stride, n, p_.head_dim)) {
+      for (int64_t r = 0; r < shape_.rows; ++r) add_nonzero(keys, n, r, grad_query);
       return;
-    }
-    if (p_.head_dim != wide_) {
-      copy_rows(key, stride, n, p_.head_dim, key_, n, wide_);
-      key = key_;
-      stride = wide_;
     }
     for (int64_t begin = 0; begin < n; begin += kSumSteps) {
       const int64_t end = min64(begin + kSumSteps, n);
       int64_t r = 0;
-      for (; r + 2 <= shape_.rows; r += 2) add_keys<2>(key, stride, begin, end, r, grad_query);
-      if (r < shape_.rows) add_keys<1>(key, stride, begin, end, r, grad_query);
+      for (; r + 2 <= shape_.rows; r += 2) add_keys<2>(keys, begin, end, r, grad_query);
+      if (r < shape_.rows) add_keys<1>(keys, begin, end, r, grad_query);
     }
   }
 
   template <int kCount>
-  void add_keys(const T* key, int64_t stride, int64_t begin, int64_t end, int64_t first,
+  void add_keys(const typename Products::Padded& keys, int64_t begin, int64_t end, int64_t first,
                 A* grad_query) const {
     const A* const grads = grads_ + first * kDecodeKeys;
     int64_t d = 0;
     for (; d + 4 * kLane <= wide_; d += 4 * kLane) {
-      add_features<kCount, 4>(key + d, stride, begin, end, grads, grad_query + first * wide_ + d);
+      add_features<kCount, 4>(keys, d, begin, end, grads, grad_query + first * wide_ + d);
     }
     for (; d < wide_; d += kLane) {
-      add_features<kCount, 1>(key + d, stride, begin, end, grads, grad_query + first * wide_ + d);
+      add_features<kCount, 1>(keys, d, begin, end, grads, grad_query + first * wide_ + d);
     }
   }
 
   template <int kCount, int kVectors>
-  void add_features(const T* key, int64_t stride, int64_t begin, int64_t end, const A* grads,
-                    A* grad_query) const {
+  void add_features(const typename Products::Padded& keys, int64_t d, int64_t begin, int64_t end,
+                    const A* grads, A* grad_query) const {
     Vec<A> sum[kCount][kVectors] = {};
     for (int64_t t = begin; t < end; ++t) {
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<A> x = load_as<T>(key + t * stride + v * kLane);
+        const Vec<A> x = load_as<T>(keys.rows + t * keys.stride + d + v * kLane);
         for (int i = 0; i < kCount; ++i) sum[i][v] += x * grads[i * kDecodeKeys + t];
       }
     }
@@ -341,12 +331,13 @@ class AttentionBwdRows {
     }
   }
 
-  void add_nonzero(const T* key, int64_t stride, int64_t n, int64_t r, A* grad_query) const {
+  void add_nonzero(const typename Products::Padded& keys, int64_t n, int64_t r,
+                   A* grad_query) const {
     for (int64_t t = 0; t < n; ++t) {
       const A grad = grads_[r * kDecodeKeys + t];
       if (grad == 0) continue;
       for (int64_t d = 0; d < p_.head_dim; ++d) {
-        grad_query[r * wide_ + d] += to_acc(key[t * stride + d]) * grad;
+        grad_query[r * wide_ + d] += to_acc(keys.rows[t * keys.stride + d]) * grad;
       }
     }
   }
@@ -405,7 +396,6 @@ class AttentionBwdRows {
   const ScoreUnits units_;
   const ExpUnit<A> unit_;        // unit of the scores
   const int64_t wide_, wide_v_;  // head_dim and head_dim_v, padded to full vectors
-  RowProducts<T> products_;
   BlockMask<A, kDecodeKeys> block_mask_;
   Arena arena_;
   int64_t b_ = -1, h_kv_ = -1;  // of the loaded queries
@@ -415,8 +405,8 @@ class AttentionBwdRows {
   A *delta_, *grad_lse_;        // (rows)
   A *weights_, *grads_;         // (rows, kDecodeKeys): scores, then P; dP, then dS
   Tile* kinds_;                 // (group), of the current block
-  A *rows_, *row_;              // (kShare, wide), one row of products
-  T* key_;                      // (kDecodeKeys, wide)
+  A* rows_;                     // (kShare, wide)
+  T *key_, *value_;             // (kDecodeKeys, wide), (kDecodeKeys, wide_v)
 };
 
 }  // namespace

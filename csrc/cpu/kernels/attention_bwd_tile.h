@@ -2,7 +2,9 @@
 // gradients of its scores.
 #pragma once
 
+#include "cpu/kernels/decode_part.h"
 #include "cpu/kernels/head_prefetch.h"
+#include "cpu/kernels/row_products.h"
 
 namespace fused_attn {
 namespace {
@@ -49,8 +51,9 @@ class BwdTile {
     cap_slope_ = arena_.template take<A>(kBlockN * kRows);
     const int64_t weight_rows = bwd_.grad_weights == nullptr ? 0 : kRows;
     grad_weights_ = arena_.template take<A>(weight_rows * kBlockN);
-    const int64_t widest = max64(wide_, wide_v_);
+    const int64_t widest = round_up(max64(wide_, wide_v_), kLane);
     stage_ = arena_.template take<T>(max64(kBlockN, kRows) * widest);
+    few_rows_ = arena_.template take<A>(kFewQueries * widest);
     scratch_ = arena_.template take<RightElement>(P::scratch_size(widest));
     out_ = arena_.template take<LeftElement>(P::left_size(kRows, wide_v_));
     key_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_));
@@ -117,9 +120,13 @@ class BwdTile {
   template <class Use>
   void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
                       const typename P::Left& value, const Use& use) {
-    P::template multiply<Layout::kRowMajor, Into::kStore>(
-        at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows,
-        nullptr, prefetch_);
+    if (has_few_queries<T>(p_, query_rows(p_, at.b).count, key_rows(p_, at.b).count)) {
+      multiply_few(at, slot);
+    } else {
+      P::template multiply<Layout::kRowMajor, Into::kStore>(
+          at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows,
+          nullptr, prefetch_);
+    }
     finish_scores<T>(p_, mask_, units_, kind, at, scores_, cap_slope_, bias_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
         at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v), grad_scores_,
@@ -204,6 +211,27 @@ class BwdTile {
   RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
 
  private:
+  // Computes QK^T of a tile of few queries.
+  void multiply_few(const TileAt& at, int64_t slot) {
+    const SequenceRows queries = query_rows(p_, at.b);
+    const int64_t wide = round_up(p_.head_dim, kLane), stride = p_.key_strides[2];
+    const T* const query = at_head<T>(p_.query, p_.query_strides, queries, at.h);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, key_rows(p_, at.b),
+                                    at.h / (p_.num_heads / p_.num_heads_kv));
+    zero(few_rows_, queries.count * wide);
+    for (int64_t i = 0; i < queries.count; ++i) {
+      const bool alive = lse_[slot * kRows + i] != static_cast<A>(__builtin_inf());
+      if (alive) load_row(query + i * p_.query_strides[2], p_.head_dim, few_rows_ + i * wide);
+    }
+    const auto k = RowProducts<T>::padded(key + at.j * stride, stride, at.n, p_.head_dim, stage_);
+    RowProducts<T>::multiply_all(k.rows, k.stride, at.n, wide, few_rows_, wide, queries.count,
+                                 bias_, kBlockN, [](int64_t) {});
+    zero(scores_, at.n * kRows);
+    for (int64_t i = 0; i < queries.count; ++i) {
+      for (int64_t t = 0; t < at.n; ++t) scores_[t * kRows + i] = bias_[i * kBlockN + t];
+    }
+  }
+
   // Transposes the tile of grad_weights, whose rows are queries, and adds it to grad_scores_.
   void add_grad_weights(const TileAt& at) {
     const int64_t* const strides = bwd_.grad_weights_strides;
@@ -235,6 +263,7 @@ class BwdTile {
       *grad_out_;  // (query tiles, head_dim, kRows), (query tiles, head_dim_v, kRows)
   RightElement* scratch_;
   LeftElement* out_;  // (kRows, head_dim_v)
+  A* few_rows_;       // (kFewQueries, head_dim)
 };
 
 }  // namespace

@@ -29,8 +29,8 @@ class AttentionDecode {
   // must have the rounding of the backward. Where one key has all the weight, rounding errors
   // cancel only then. In decoding, `keys` is the longest of the batch and must not matter.
   static bool pays_off(const AttentionParams& p, int64_t queries, int64_t keys) {
+    if (has_few_queries<T>(p, queries, keys)) return true;
     if (queries == 0 || is_self_attention(p, queries, keys)) return false;
-    if (few_queries<T>(queries)) return true;
     if (p.lse_residual != nullptr) return false;
     const bool few = queries <= min64(kMaxQueries, kPanel<A>);
     if (few && (p.decoding || keys >= 4 * queries)) return true;

@@ -59,6 +59,13 @@ inline bool is_self_attention(const AttentionParams& p, int64_t queries, int64_t
   return queries == keys && queries >= kShortest && !p.decoding;
 }
 
+// Returns true if the scores of a call with gradients are those of RowProducts, in the forward and
+// wherever they are recomputed.
+template <class T>
+inline bool has_few_queries(const AttentionParams& p, int64_t queries, int64_t keys) {
+  return few_queries<T>(queries) && !is_self_attention(p, queries, keys);
+}
+
 // Partial result over a range of keys. Does not own its memory.
 template <class A>
 struct DecodePart {

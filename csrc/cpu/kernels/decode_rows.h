@@ -1,9 +1,8 @@
 // Decode kernel for vector units: few queries, many keys.
 //
 // Vector lanes hold features, so keys and values are read in place, and each score is a horizontal
-// sum. From kMinColumns query rows on, QK^T is computed with queries in lanes instead, and the
-// scores are then transposed. Before a backward, and with at most kFewKeys keys, keys are in lanes
-// (row_products.h).
+// sum (row_products.h). From kMinColumns query rows on, QK^T is computed with queries in lanes
+// instead, and the scores are then transposed.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -15,8 +14,8 @@ namespace {
 template <class T>
 class DecodeRows {
   using A = Acc<T>;
+  using Products = RowProducts<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int kShare = 4;  // query rows that share each load of K or V
   // Vectors of features per broadcast weight. The kShare * kWide accumulators must fit in
   // registers.
   static constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
@@ -27,7 +26,6 @@ class DecodeRows {
   // lanes.
   static constexpr int64_t kMinColumns = 9;
   // Up to this number of keys of a sequence, results have the same bits with and without gradients.
-  // With features in lanes, 2 to 4 queries take 0.8 of the time on AVX2.
   static constexpr int64_t kFewKeys = 32;
 
  public:
@@ -41,8 +39,7 @@ class DecodeRows {
         units_(p),
         unit_(units_.natural),
         wide_qk_(round_up(p.head_dim, kLane)),
-        by_columns_(kTransposes && shape.rows >= kMinColumns),
-        has_products_(!by_columns_ && few_queries<T>(p.seqlen_q)) {}
+        has_columns_(kTransposes && shape.rows >= kMinColumns) {}
 
   bool allocate() {
     return arena_.layout([&] { place(); });
@@ -51,7 +48,9 @@ class DecodeRows {
   // Computes the partial result of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<A>& part) {
     part_ = part;
-    by_keys_ = has_products_ && (p_.lse_residual != nullptr || decode_keys(p_, b) <= kFewKeys);
+    // A backward of few queries recomputes the scores with features in lanes.
+    by_columns_ = has_columns_ && !(few_queries<T>(p_.seqlen_q) &&
+                                    (p_.lse_residual != nullptr || decode_keys(p_, b) <= kFewKeys));
     memset(part.out, 0, shape_.rows * shape_.wide * sizeof(A));
     for (int64_t r = 0; r < shape_.rows; ++r) {
       part.maximum[r] = -infinity();
@@ -86,7 +85,6 @@ class DecodeRows {
     columns_ = arena_.template take<A>(round_up(shape_.rows, kLane) * p_.head_dim);
     scores_ = arena_.template take<A>(round_up(shape_.rows, kLane) * kDecodeKeys);
     kinds_ = arena_.template take<Tile>(shape_.group);
-    products_.place(&arena_, has_products_ ? p_.head_dim : 0);
     key_ = arena_.template take<T>(kDecodeKeys * wide_qk_);
     key_numbers_ = arena_.template take<A>(kDecodeKeys * p_.head_dim);
     value_ = arena_.template take<T>(kDecodeKeys * shape_.wide);
@@ -100,21 +98,13 @@ class DecodeRows {
       any = any || kinds_[g] != Tile::kSkip;
     }
     if (!any) return;
-    const bool padded = !by_columns_ && !by_keys_;
     const Block<T> key =
-        block_of(keys_, j, n, p_.head_dim, padded ? wide_qk_ : p_.head_dim, by_keys_, key_);
+        block_of(keys_, j, n, p_.head_dim, by_columns_ ? p_.head_dim : wide_qk_, key_);
     const Block<T> value =
-        block_of(values_, j, n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), false, value_);
+        block_of(values_, j, n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_);
     ahead_ = {value, p_.head_dim_v};
     if (by_columns_) {
       score_columns(key, n);
-    } else if (by_keys_) {
-      ahead_.take_turn(0, 1);
-      const auto ahead = [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) ahead_.prefetch(t);
-      };
-      products_.template multiply<kSumSteps>(key.chunks[0], key.stride, n, p_.head_dim, query_,
-                                             wide_qk_, shape_.rows, scores_, kDecodeKeys, ahead);
     } else {
       for_rows([&](auto count, int64_t r) { score_rows<count>(key, n, r); });
     }
@@ -132,21 +122,17 @@ class DecodeRows {
     for_rows([&](auto count, int64_t r) { add_values<count>(value, n, r); });
   }
 
-  // Calls f(count, first) for all query rows, in groups of kShare, then 2, then 1. `count` is a
-  // std::integral_constant.
+  // Calls f(count, first) for all query rows (RowProducts::for_rows). Each call prefetches a share
+  // of the rows ahead.
   template <class F>
   void for_rows(const F& f) {
-    const int64_t left = shape_.rows % kShare;
-    const int64_t turns = shape_.rows / kShare + left / 2 + left % 2;
-    int64_t r = 0, turn = 0;
-    const auto take = [&](auto count) {
+    const int64_t shares = shape_.rows / Products::kShare, left = shape_.rows % Products::kShare;
+    const int64_t turns = shares + left / 2 + left % 2;
+    int64_t turn = 0;
+    Products::for_rows(shape_.rows, [&](auto count, int64_t r) {
       ahead_.take_turn(turn++, turns);
       f(count, r);
-      r += count;
-    };
-    while (r + kShare <= shape_.rows) take(std::integral_constant<int, kShare>());
-    if (left >= 2) take(std::integral_constant<int, 2>());
-    if (left % 2 == 1) take(std::integral_constant<int, 1>());
+    });
   }
 
   // Rows of the keys or values of a block, in chunks of kSumSteps rows that are `stride` apart.
@@ -177,11 +163,11 @@ class DecodeRows {
   }
 
   // Returns the block [j, j + n) with `wide` elements per row, in place if possible, else as a
-  // zero-padded copy in `buffer`. All its rows are a stride apart if `one_run`.
+  // zero-padded copy in `buffer`.
   Block<T> block_of(const HeadRows<T>& rows, int64_t j, int64_t n, int64_t dim, int64_t wide,
-                    bool one_run, T* buffer) const {
+                    T* buffer) const {
     if (dim == wide && rows.is_run(j, n)) return chunks_of(rows.at(j), n, rows.stride());
-    if (dim == wide && rows.has_runs(kSumSteps) && !one_run) return in_place(rows, j, n);
+    if (dim == wide && rows.has_runs(kSumSteps)) return in_place(rows, j, n);
     rows.copy(j, n, dim, buffer, n, wide);
     return chunks_of(static_cast<const T*>(buffer), n, wide);
   }
@@ -194,37 +180,13 @@ class DecodeRows {
     return true;
   }
 
-  // Computes QK^T of kCount query rows, kLane keys at a time. The last key is repeated past the
-  // end.
+  // Computes QK^T of kCount query rows.
   template <int kCount>
   void score_rows(const Block<T>& key, int64_t n, int64_t first) {
-    const A* const query = query_ + first * wide_qk_;
-    for (int64_t t = 0; t < n; t += kLane) {
-      const T* const rows = key.row(t);
-      Vec<A> products[kCount][kLane];
-      for (int64_t l = 0; l < kLane; ++l) {
-        Vec<A> sum[2][kCount] = {};
-        const T* const row = rows + min64(l, n - 1 - t) * key.stride;
-        ahead_.prefetch(t + l);
-        int64_t d = 0;
-        for (; d + 2 * kLane <= wide_qk_; d += 2 * kLane) {
-          for (int half = 0; half < 2; ++half) {
-            const Vec<A> x = load_as<T>(row + d + half * kLane);
-            for (int i = 0; i < kCount; ++i) {
-              sum[half][i] += x * load(query + i * wide_qk_ + d + half * kLane);
-            }
-          }
-        }
-        if (d < wide_qk_) {
-          const Vec<A> x = load_as<T>(row + d);
-          for (int i = 0; i < kCount; ++i) sum[0][i] += x * load(query + i * wide_qk_ + d);
-        }
-        for (int i = 0; i < kCount; ++i) products[i][l] = sum[0][i] + sum[1][i];
-      }
-      for (int i = 0; i < kCount; ++i) {
-        store(scores_ + (first + i) * kDecodeKeys + t, lane_sums<A>(products[i]));
-      }
-    }
+    Products::template multiply<kCount>([&](int64_t t) { return key.row(t); }, key.stride, n,
+                                        wide_qk_, query_ + first * wide_qk_, wide_qk_,
+                                        scores_ + first * kDecodeKeys, kDecodeKeys,
+                                        [&](int64_t t) { ahead_.prefetch(t); });
   }
 
   // Computes QK^T of all query rows in tiles of kLane queries x kLane keys, with queries in lanes.
@@ -449,13 +411,11 @@ class DecodeRows {
   const ExpUnit<A> unit_;  // unit of the scores
   const int64_t wide_qk_;  // head_dim, padded to full vectors
   BlockMask<A, kDecodeKeys> block_mask_;
-  const bool by_columns_;  // compute QK^T with queries in lanes
-  const bool has_products_;
-  RowProducts<T> products_;
+  const bool has_columns_;   // QK^T with queries in lanes is faster
+  bool by_columns_ = false;  // compute QK^T of the current sequence with queries in lanes
   Ahead ahead_;
   HeadRows<T> keys_, values_;  // of the current key/value head
   DecodePart<A> part_{};
-  bool by_keys_ = false;  // compute QK^T with keys in lanes
   Arena arena_;
   A* query_;         // (rows, wide_qk)
   A* columns_;       // (rows / kLane, head_dim, kLane): query_, transposed

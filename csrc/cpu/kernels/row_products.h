@@ -1,8 +1,8 @@
-// Dot products of a few rows with the rows of a KV block, with keys in vector lanes.
+// Dot products of a few rows with the rows of a KV block, with features in vector lanes: keys are
+// read in place, and each product is a horizontal sum.
 //
-// Each sum is rounded like those of micro_gemm.h: kSteps features are accumulated one after
-// another, and these sums are added to a total. The scores are therefore bit-identical to those of
-// the query-tile kernels, and a forward of one kernel may be followed by a backward of the other.
+// The forward of few queries and all kernels that recompute its scores call the same function, so
+// the scores are bit-identical. Where one key has all the weight, rounding errors cancel only then.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -11,89 +11,128 @@ namespace fused_attn {
 namespace {
 
 template <class T>
-class RowProducts {
+struct RowProducts {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int kVectors = 4;  // independent sums, which hide the latency
-  static constexpr int64_t kGroup = kTransposeTile > 8 ? kTransposeTile : 8;
+  static constexpr int64_t kShare = 4;  // rows that share each load of a key
 
- public:
-  static constexpr int64_t kKeys = kVectors * kLane;  // keys that are transposed together
-
-  void place(Arena* arena, int64_t dim) {
-    numbers_ = arena->template take<A>(sizeof(T) == sizeof(A) ? 0 : kGroup * dim);
-    columns_ = arena->template take<A>(dim * kKeys);
+  // Calls f(count, first) for all rows, in groups of kShare, then 2, then 1. `count` is a
+  // std::integral_constant.
+  template <class F>
+  static void for_rows(int64_t rows, const F& f) {
+    int64_t r = 0;
+    for (; r + kShare <= rows; r += kShare) f(std::integral_constant<int, kShare>(), r);
+    if (rows - r >= 2) {
+      f(std::integral_constant<int, 2>(), r);
+      r += 2;
+    }
+    if (r < rows) f(std::integral_constant<int, 1>(), r);
   }
 
-  // Computes the products of `count` rows with n keys. Calls between(begin, end) before keys
-  // [begin, end) are read, a few keys at a time.
+  // Computes the products of kCount rows with n keys. The products that pad n to full vectors
+  // repeat the last key. Not inlined, because GCC spills the sums in a large function.
   //
-  // rows: (count, dim), row_stride elements apart.
-  // products: (count, n rounded up to a multiple of kKeys), product_stride elements apart.
-  template <int64_t kSteps, class Between>
-  void multiply(const T* key, int64_t stride, int64_t n, int64_t dim, const A* rows,
-                int64_t row_stride, int64_t count, A* products, int64_t product_stride,
-                const Between& between) {
-    for (int64_t t = 0; t < n; t += kKeys) {
-      load_columns(key, stride, t, min64(t + kKeys, n), dim, between);
-      int64_t r = 0;
-      for (; r + 2 <= count; r += 2) {
-        multiply_rows<kStepsOf<T, kSteps>, 2>(dim, rows + r * row_stride, row_stride,
-                                              products + r * product_stride + t, product_stride);
-      }
-      if (r < count) {
-        multiply_rows<kStepsOf<T, kSteps>, 1>(dim, rows + r * row_stride, row_stride,
-                                              products + r * product_stride + t, product_stride);
-      }
-    }
-  }
-
- private:
-  // Transposes keys [begin, end) into columns_, (dim, kKeys). The lanes after the last key are 0.
-  template <class Between>
-  void load_columns(const T* key, int64_t stride, int64_t begin, int64_t end, int64_t dim,
-                    const Between& between) {
-    if (end - begin < kKeys) memset(columns_, 0, dim * kKeys * sizeof(A));
-    for (int64_t t = begin; t < end; t += kGroup) {
-      const int64_t n = min64(kGroup, end - t);
-      between(t, t + n);
-      if constexpr (sizeof(T) == sizeof(A)) {
-        transpose(key + t * stride, stride, n, dim, columns_ + t - begin, kKeys);
+  // key_at(t): returns the address of key t, a multiple of kLane. The next kLane - 1 keys are
+  // `stride` apart. Keys and rows are zero-padded to `wide` elements, which are full vectors.
+  // before(t): called before key t is read.
+  // products: (kCount, n), product_stride elements apart.
+  template <int kCount, class KeyAt, class Before>
+  __attribute__((noinline)) static void multiply(const KeyAt& key_at, int64_t stride, int64_t n,
+                                                 int64_t wide, const A* rows, int64_t row_stride,
+                                                 A* products, int64_t product_stride,
+                                                 const Before& before) {
+    for (int64_t t = 0; t < n; t += kLane) {
+      const T* const keys = key_at(t);
+      Vec<A> sums[kCount][kLane];
+      const auto at = [&](int64_t l) FUSED_ATTN_LAMBDA {
+        before(t + l);
+        return keys + min64(l, n - 1 - t) * stride;
+      };
+      if constexpr (kCount < kShare) {
+        for (int64_t l = 0; l < kLane; ++l) {
+          multiply_key<kCount>(at(l), wide, rows, row_stride, l, sums);
+        }
       } else {
-        for (int64_t r = 0; r < n; ++r) load_row(key + (t + r) * stride, dim, numbers_ + r * dim);
-        transpose(numbers_, dim, n, dim, columns_ + t - begin, kKeys);
-      }
-    }
-  }
-
-  template <int64_t kSteps, int kCount>
-  void multiply_rows(int64_t dim, const A* rows, int64_t row_stride, A* products,
-                     int64_t product_stride) const {
-    Vec<A> total[kCount][kVectors] = {};
-    for (int64_t begin = 0; begin < dim; begin += kSteps) {
-      Vec<A> sum[kCount][kVectors] = {};
-      for (int64_t d = begin; d < min64(begin + kSteps, dim); ++d) {
-        for (int i = 0; i < kCount; ++i) {
-          const A x = rows[i * row_stride + d];
-          for (int v = 0; v < kVectors; ++v) {
-            sum[i][v] =
-                Numbers<A>::multiply_add(x, load(columns_ + d * kKeys + v * kLane), sum[i][v]);
-          }
+        for (int64_t l = 0; l < kLane; l += 2) {
+          const T* const pair[2] = {at(l), at(l + 1)};
+          multiply_pair<kCount>(pair, wide, rows, row_stride, l, sums);
         }
       }
       for (int i = 0; i < kCount; ++i) {
-        for (int v = 0; v < kVectors; ++v) total[i][v] += sum[i][v];
-      }
-    }
-    for (int i = 0; i < kCount; ++i) {
-      for (int v = 0; v < kVectors; ++v) {
-        store(products + i * product_stride + v * kLane, total[i][v]);
+        store(products + i * product_stride + t, lane_sums<A>(sums[i]));
       }
     }
   }
 
-  A* numbers_;  // (kGroup, dim), of 16-bit keys
-  A* columns_;  // (dim, kKeys)
+  // Computes the products of `count` rows with n keys that are `stride` apart. Calls before(t)
+  // before key t is read for the first time.
+  template <class Before>
+  static void multiply_all(const T* keys, int64_t stride, int64_t n, int64_t wide, const A* rows,
+                           int64_t row_stride, int64_t count, A* products, int64_t product_stride,
+                           const Before& before) {
+    for_rows(count, [&](auto some, int64_t r) {
+      multiply<some>([&](int64_t t) { return keys + t * stride; }, stride, n, wide,
+                     rows + r * row_stride, row_stride, products + r * product_stride,
+                     product_stride,
+                     [&](int64_t t) {
+                       if (r == 0) before(t);
+                     });
+    });
+  }
+
+  // Rows that are zero-padded to full vectors.
+  struct Padded {
+    const T* rows;
+    int64_t stride;
+  };
+
+  // Returns n rows, in place if possible, else as a copy in `buffer`.
+  static Padded padded(const T* rows, int64_t stride, int64_t n, int64_t dim, T* buffer) {
+    const int64_t wide = round_up(dim, kLane);
+    if (dim == wide) return {rows, stride};
+    copy_rows(rows, stride, n, dim, buffer, n, wide);
+    return {buffer, wide};
+  }
+
+ private:
+  // Computes sums[i][l], whose lanes add up to the product of row i with a key: the sum over
+  // vectors of even index plus that over vectors of odd index.
+  template <int kCount>
+  static FUSED_ATTN_INLINE void multiply_key(const T* key, int64_t wide, const A* rows,
+                                             int64_t row_stride, int64_t l, Vec<A> (*sums)[kLane]) {
+    Vec<A> sum[2][kCount] = {};
+    for (int64_t d = 0; d < wide; d += 2 * kLane) {
+      for (int odd = 0; odd < 2 && d + odd * kLane < wide; ++odd) {
+        const Vec<A> x = load_as<T>(key + d + odd * kLane);
+        for (int i = 0; i < kCount; ++i) {
+          sum[odd][i] += x * load(rows + i * row_stride + d + odd * kLane);
+        }
+      }
+    }
+    for (int i = 0; i < kCount; ++i) sums[i][l] = sum[0][i] + sum[1][i];
+  }
+
+  // The same for keys l and l + 1, which share each load of a row.
+  template <int kCount>
+  static FUSED_ATTN_INLINE void multiply_pair(const T* const* keys, int64_t wide, const A* rows,
+                                              int64_t row_stride, int64_t l,
+                                              Vec<A> (*sums)[kLane]) {
+    for (int odd = 0; odd < 2; ++odd) {
+      Vec<A> sum[kCount][2] = {};
+      for (int64_t d = odd * kLane; d < wide; d += 2 * kLane) {
+        const Vec<A> x[2] = {load_as<T>(keys[0] + d), load_as<T>(keys[1] + d)};
+        for (int i = 0; i < kCount; ++i) {
+          const Vec<A> row = load(rows + i * row_stride + d);
+          for (int k = 0; k < 2; ++k) sum[i][k] += x[k] * row;
+        }
+      }
+      for (int i = 0; i < kCount; ++i) {
+        for (int k = 0; k < 2; ++k) {
+          sums[i][l + k] = odd == 0 ? sum[i][k] : sums[i][l + k] + sum[i][k];
+        }
+      }
+    }
+  }
 };
 
 }  // namespace

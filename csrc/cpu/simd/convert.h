@@ -142,6 +142,18 @@ inline void store_as<BFloat16>(Vec<float> v, BFloat16* dst) {
   const __m512i high = _mm512_srli_epi32((__m512i)rounded_to_bfloat16(v), 16);
   _mm256_storeu_si256((__m256i*)dst, _mm512_cvtepi32_epi16(high));
 }
+#elif defined(__AVX2__)
+template <>
+inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
+  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)src));
+  return (Vec<float>)_mm256_slli_epi32(bits, 16);
+}
+template <>
+inline void store_as<BFloat16>(Vec<float> v, BFloat16* dst) {
+  const __m256i high = _mm256_srli_epi32((__m256i)rounded_to_bfloat16(v), 16);
+  const __m128i upper = _mm256_extracti128_si256(high, 1);
+  _mm_storeu_si128((__m128i*)dst, _mm_packus_epi32(_mm256_castsi256_si128(high), upper));
+}
 #else
 template <>
 inline Vec<float> load_as<BFloat16>(const BFloat16* src) {

@@ -59,21 +59,22 @@ inline void transpose_tile(const void* source, int64_t source_stride, void* targ
                            int64_t target_stride) {
   const float* const src = static_cast<const float*>(source);
   float* const dst = static_cast<float*>(target);
-  __m256 a[8], b[8];
-  for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(src + r * source_stride);
-  for (int r = 0; r < 8; r += 2) {
-    b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
-    b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
-  }
-  for (int r = 0; r < 8; r += 4) {
-    for (int half = 0; half < 2; ++half) {
-      a[r + 2 * half] = _mm256_shuffle_ps(b[r + half], b[r + 2 + half], 0x44);
-      a[r + 2 * half + 1] = _mm256_shuffle_ps(b[r + half], b[r + 2 + half], 0xEE);
+  // Halves of rows r and r + 4 are loaded into one vector, because these loads need no shuffle
+  // unit.
+  for (int half = 0; half < 2; ++half) {
+    __m256 a[4];
+    for (int r = 0; r < 4; ++r) {
+      const float* const row = src + r * source_stride + 4 * half;
+      a[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)),
+                                  _mm_loadu_ps(row + 4 * source_stride), 1);
     }
-  }
-  for (int c = 0; c < 4; ++c) {
-    _mm256_storeu_ps(dst + c * target_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
-    _mm256_storeu_ps(dst + (4 + c) * target_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x31));
+    const __m256 low[2] = {_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpacklo_ps(a[2], a[3])};
+    const __m256 high[2] = {_mm256_unpackhi_ps(a[0], a[1]), _mm256_unpackhi_ps(a[2], a[3])};
+    float* const out = dst + 4 * half * target_stride;
+    _mm256_storeu_ps(out, _mm256_shuffle_ps(low[0], low[1], 0x44));
+    _mm256_storeu_ps(out + target_stride, _mm256_shuffle_ps(low[0], low[1], 0xEE));
+    _mm256_storeu_ps(out + 2 * target_stride, _mm256_shuffle_ps(high[0], high[1], 0x44));
+    _mm256_storeu_ps(out + 3 * target_stride, _mm256_shuffle_ps(high[0], high[1], 0xEE));
   }
 }
 #elif defined(FUSED_ATTN_NEON)

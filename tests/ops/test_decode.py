@@ -45,12 +45,14 @@ def test_masks(name, seqlen_q, dtype, backend):
 
 
 def test_compiled_calls_run_on_the_decode_kernel():
-    query, key, value = (t.float() for t in random_qkv(1, 4, 4, 1, 2000, 64).values())
+    """Compiled inference of 16 queries has the bits of the decode kernel, not those of training."""
+    query, key, value = (t.float() for t in random_qkv(1, 4, 4, 16, 2000, 64).values())
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert torch.equal(
-            compiled(query, key, value), F.scaled_dot_product_attention(query, key, value)
-        )
+        out = F.scaled_dot_product_attention(query, key, value)
+        assert torch.equal(compiled(query, key, value), out)
+    trained = F.scaled_dot_product_attention(query.requires_grad_(), key, value)
+    assert not torch.equal(out, trained)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

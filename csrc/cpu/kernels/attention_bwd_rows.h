@@ -152,7 +152,8 @@ class AttentionBwdRows {
     const T* const out = at_head<T>(p_.out, p_.out_strides, queries, h) + i * p_.out_strides[2];
     const auto row = Products::padded(out, 0, 1, p_.head_dim_v, value_);
     A product[kLane];
-    Products::multiply_all(row.rows, 0, 1, wide_v_, grad_out, 0, 1, product, 0, [](int64_t) {});
+    Products::template multiply<1>([&](int64_t) { return row.rows; }, 0, 1, wide_v_, grad_out, 0,
+                                   product, 0, [](int64_t) {});
     A delta = product[0];
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual != nullptr) delta += delta_residual<T>(bwd_, queries, h, i);

@@ -211,7 +211,8 @@ class BwdTile {
   RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
 
  private:
-  // Computes QK^T of a tile of few queries.
+  // Computes QK^T of a tile of few queries. bias_ holds the products until finish_scores(). stage_
+  // is overwritten only with keys that are not full vectors; of these, no operand is in place.
   void multiply_few(const TileAt& at, int64_t slot) {
     const SequenceRows queries = query_rows(p_, at.b);
     const int64_t wide = round_up(p_.head_dim, kLane), stride = p_.key_strides[2];

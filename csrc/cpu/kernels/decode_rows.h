@@ -1,8 +1,8 @@
 // Decode kernel for vector units: few queries, many keys.
 //
 // Vector lanes hold features, so keys and values are read in place, and each score is a horizontal
-// sum (row_products.h). From kMinColumns query rows on, QK^T is computed with queries in lanes
-// instead, and the scores are then transposed.
+// sum (row_products.h). With AVX-512 and from kMinColumns query rows on, QK^T is computed with
+// queries in lanes instead, and the scores are then transposed, unless a backward follows.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -25,8 +25,6 @@ class DecodeRows {
   // queries. For 16 queries, it takes 3.0 us with queries in lanes and 4.5 us with features in
   // lanes.
   static constexpr int64_t kMinColumns = 9;
-  // Up to this number of keys of a sequence, results have the same bits with and without gradients.
-  static constexpr int64_t kFewKeys = 32;
 
  public:
   // 8 queries of bfloat16 take 4.6 ms, and a query tile 6.1 (96 heads of 2,048 x 64, AMD Zen 4).
@@ -39,7 +37,7 @@ class DecodeRows {
         units_(p),
         unit_(units_.natural),
         wide_qk_(round_up(p.head_dim, kLane)),
-        has_columns_(kTransposes && shape.rows >= kMinColumns) {}
+        by_columns_(kTransposes && shape.rows >= kMinColumns && p.lse_residual == nullptr) {}
 
   bool allocate() {
     return arena_.layout([&] { place(); });
@@ -48,9 +46,6 @@ class DecodeRows {
   // Computes the partial result of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<A>& part) {
     part_ = part;
-    // A backward of few queries recomputes the scores with features in lanes.
-    by_columns_ = has_columns_ && !(few_queries<T>(p_.seqlen_q) &&
-                                    (p_.lse_residual != nullptr || decode_keys(p_, b) <= kFewKeys));
     memset(part.out, 0, shape_.rows * shape_.wide * sizeof(A));
     for (int64_t r = 0; r < shape_.rows; ++r) {
       part.maximum[r] = -infinity();
@@ -411,8 +406,7 @@ class DecodeRows {
   const ExpUnit<A> unit_;  // unit of the scores
   const int64_t wide_qk_;  // head_dim, padded to full vectors
   BlockMask<A, kDecodeKeys> block_mask_;
-  const bool has_columns_;   // QK^T with queries in lanes is faster
-  bool by_columns_ = false;  // compute QK^T of the current sequence with queries in lanes
+  const bool by_columns_;  // compute QK^T with queries in lanes
   Ahead ahead_;
   HeadRows<T> keys_, values_;  // of the current key/value head
   DecodePart<A> part_{};

@@ -1,8 +1,9 @@
 // Dot products of a few rows with the rows of a KV block, with features in vector lanes: keys are
 // read in place, and each product is a horizontal sum.
 //
-// The forward of few queries and all kernels that recompute its scores call the same function, so
-// the scores are bit-identical. Where one key has all the weight, rounding errors cancel only then.
+// The forward of few queries and all kernels that recompute its scores call these functions, which
+// add in the same order for any number of rows, so the scores are bit-identical. Where one key has
+// all the weight, rounding errors cancel only then.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -32,10 +33,10 @@ struct RowProducts {
   // Computes the products of kCount rows with n keys. The products that pad n to full vectors
   // repeat the last key. Not inlined, because GCC spills the sums in a large function.
   //
-  // key_at(t): returns the address of key t, a multiple of kLane. The next kLane - 1 keys are
-  // `stride` apart. Keys and rows are zero-padded to `wide` elements, which are full vectors.
-  // before(t): called before key t is read.
-  // products: (kCount, n), product_stride elements apart.
+  // key_at(t): returns the address of key t, where t is a multiple of kLane. The next kLane - 1
+  // keys are `stride` apart. Keys and rows are zero-padded to `wide` elements, which are full
+  // vectors. before(t): called before key t is read, also for keys that pad n. products: (kCount, n
+  // rounded up to full vectors), product_stride elements apart.
   template <int kCount, class KeyAt, class Before>
   __attribute__((noinline)) static void multiply(const KeyAt& key_at, int64_t stride, int64_t n,
                                                  int64_t wide, const A* rows, int64_t row_stride,

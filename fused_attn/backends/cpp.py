@@ -206,7 +206,8 @@ class CppBackend(Backend):
         results = _run(_cpu.norm_fwd, call, for_backward, want_total, threads)
         if results is None and isinstance(call, NormCall):
             if call.input.numel() == 0:
-                return call.outputs(_zeros)
+                outputs = call.outputs()
+                return outputs._replace(mean=outputs.mean.zero_(), rstd=outputs.rstd.zero_())
             results = _run(_cpu.norm_fwd, call.contiguous_call(), for_backward, want_total, threads)
         return None if results is None else NormOutputs._make(results)
 
@@ -215,7 +216,8 @@ class CppBackend(Backend):
         if results is None:
             call, grad_total = work.call, work.grad_total
             if call.input.numel() == 0:
-                return call.gradients(work.needs_weight, work.needs_bias, _zeros)
+                grads = call.gradients(work.needs_weight, work.needs_bias)
+                return grads._replace(weight=grads.weight.zero_(), bias=grads.bias.zero_())
             work = work._replace(
                 call=call.contiguous_call(),
                 grad_out=work.grad_out.contiguous(),
@@ -245,13 +247,6 @@ def isa() -> str:
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
     """Allocate an uninitialized tensor. The module calls this if torch has no C API for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
-
-
-def _zeros(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Allocate the results for an empty input. They are empty sums, and therefore 0."""
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _weights_fields(

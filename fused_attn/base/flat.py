@@ -60,13 +60,9 @@ class Flat:
         raise NotImplementedError
 
     def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:
-        """Return a copy with other tensors, in the order of `TENSORS`; missing ones are None."""
-        raise NotImplementedError
+        """Return a copy with other tensors, in the order of `TENSORS`; missing ones are None.
 
-    def without_tensors(self: FlatT) -> FlatT:
-        """Return a copy with None for every tensor.
-
-        An autograd.Function stores the result on ctx, and the tensors with save_for_backward.
+        An autograd.Function stores a copy without tensors on ctx, and saves the tensors apart.
         """
         raise NotImplementedError
 
@@ -100,18 +96,9 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
     def of_tensors(path: str) -> str:
         return f"tensors[{tensor_index[path]}]" if path in tensor_index else f"self.{path}"
 
-    def of_nothing(path: str) -> str:
-        return "None" if path in tensor_index else f"self.{path}"
-
-    def had_none(path: str) -> str:
-        return f"{' is '.join(f'self.{p}' for p in tensors if p.startswith(f'{path}.'))} is None"
-
     def has_none(path: str) -> str:
-        own = [of_tensors(p) for p in tensors if p.startswith(f"{path}.")]
-        return f"{' is '.join(own)} is {had_none(path)}"
-
-    def construction(value: Callable[[str], str], kept: Callable[[str], str]) -> str:
-        return _construction(cls, "", value, scope, kept, with_host=True)
+        own = [p for p in tensors if p.startswith(f"{path}.")]
+        return f"{' is '.join([*map(of_tensors, own), *(f'self.{p}' for p in own)])} is None"
 
     scope: dict[str, Any] = {"cls": cls}
     whole, new = _tuple(path for path, _ in leaves), _tuple(tensors)
@@ -119,13 +106,12 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
         f"def flat(self): return ({whole})\n"
         f"def tensors(self): return ({new})\n"
         f"def of_flat(values): return {_construction(cls, '', of_values, scope)}\n"
-        f"def without_tensors(self): return {construction(of_nothing, had_none)}\n"
         "def with_tensors(self, tensors):\n"
         f" tensors = (*tensors, *(None,) * ({len(tensors)} - len(tensors)))\n"
-        f" return {construction(of_tensors, has_none)}\n"
+        f" return {_construction(cls, '', of_tensors, scope, has_none, with_host=True)}\n"
     )
     exec(source, scope)
-    for name in ("flat", "tensors", "without_tensors", "with_tensors"):
+    for name in ("flat", "tensors", "with_tensors"):
         setattr(cls, name, scope[name])
     cls.of_flat = staticmethod(scope["of_flat"])  # type: ignore[method-assign]
     return cls

@@ -50,5 +50,4 @@ def _after_fork() -> None:
         torch.set_num_threads(1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -290,23 +290,24 @@ def _apart(new: Tensor, update: CacheUpdate) -> Tensor:
     return new.clone() if shared else new
 
 
-def contiguous_rows(update: CacheUpdate, count: int, empty: Empty) -> list[Tensor]:
-    """Return the first `count` keys and values of each sequence, (batch, num_heads_kv, count, dim).
+def contiguous_rows(update: CacheUpdate, empty: Empty) -> list[Tensor]:
+    """Return the keys and values of all sequences, (batch, num_heads_kv, update.capacity, dim).
 
     A contiguous cache is not copied. Pages are copied, to tensors from `empty`, up to the longest
     sequence if the host knows its length; rows after the end of a sequence are then uninitialized.
     """
     if update.block_table is None:
-        return [cache.narrow(2, 0, count) for cache in update.caches]
-    return [_gather_pages(cache, update, count, empty) for cache in update.caches]
+        return [cache.narrow(2, 0, update.capacity) for cache in update.caches]
+    return [_gather_pages(cache, update, empty) for cache in update.caches]
 
 
-def _gather_pages(cache: Tensor, update: CacheUpdate, count: int, empty: Empty) -> Tensor:
-    """Copy the pages of each sequence, up to the longest one, to a tensor with `count` rows.
+def _gather_pages(cache: Tensor, update: CacheUpdate, empty: Empty) -> Tensor:
+    """Copy the pages of each sequence, up to the longest one, to a tensor of update.capacity rows.
 
-    If count is the length of the longest sequence, `_select_pages` makes the copy.
+    If the capacity is the length of the longest sequence, `_select_pages` makes the copy.
     """
     assert update.block_table is not None
+    count = update.capacity
     longest = count if update.ends is None else update.ends[1]
     num_pages, num_heads, page_size, dim = cache.shape
     batch = update.block_table.shape[0]

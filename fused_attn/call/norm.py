@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_attn.base import philox
 from fused_attn.base.autocast import any_autocast, autocast_norm
-from fused_attn.base.flat import Empty, Flat, empty_strided, flattens, or_empty
+from fused_attn.base.flat import Flat, empty_strided, flattens, or_empty
 from fused_attn.base.layout import EMPTY_LAYOUT, contiguous, rows_in_place
 from fused_attn.base.torch_state import PLAIN_TYPES, TENSOR_TYPES, statistics_dtype
 from fused_attn.call.options import (
@@ -215,32 +215,30 @@ class NormCall(Flat):
             with_dense_offsets(self.options),
         )
 
-    def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
+    def outputs(self) -> NormOutputs:
         """Allocate uninitialized results; missing results are empty tensors."""
         like = self.input
         rows, dtype = self.rows, statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormOutputs(
-            empty(*matrix, like.dtype, like.device),
-            empty(*(matrix if self.has_total else EMPTY_LAYOUT), like.dtype, like.device),
-            empty((0 if self.options.rms else rows,), (1,), dtype, like.device),
-            empty((rows,), (1,), dtype, like.device),
+            empty_strided(*matrix, like.dtype, like.device),
+            empty_strided(*(matrix if self.has_total else EMPTY_LAYOUT), like.dtype, like.device),
+            empty_strided((0 if self.options.rms else rows,), (1,), dtype, like.device),
+            empty_strided((rows,), (1,), dtype, like.device),
         )
 
-    def gradients(
-        self, needs_weight: bool, needs_bias: bool, empty: Empty = empty_strided
-    ) -> NormGradients:
+    def gradients(self, needs_weight: bool, needs_bias: bool) -> NormGradients:
         """Allocate uninitialized gradients; missing gradients are empty tensors."""
         like = self.input
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormGradients(
-            empty(
+            empty_strided(
                 *(matrix if self.options.dropout_p > 0.0 else EMPTY_LAYOUT), like.dtype, like.device
             ),
-            empty(*matrix, like.dtype, like.device),
-            empty((columns if needs_weight else 0,), (1,), dtype, like.device),
-            empty((columns if needs_bias else 0,), (1,), dtype, like.device),
+            empty_strided(*matrix, like.dtype, like.device),
+            empty_strided((columns if needs_weight else 0,), (1,), dtype, like.device),
+            empty_strided((columns if needs_bias else 0,), (1,), dtype, like.device),
         )
 
 

@@ -74,7 +74,7 @@ def ring(
         key, value: (batch, num_heads_kv, rows of keys, head_dim or head_dim_v), those of this rank.
         mask: mask of all positions. For packed sequences, batch is 1 in all tensors.
     """
-    return _Ring.apply(query, key, value, setting, mask.without_tensors(), *mask.tensors())
+    return _Ring.apply(query, key, value, setting, mask.with_tensors(()), *mask.tensors())
 
 
 class _Ring(Function):

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fused_attn.base.torch_state import dtype_name, host_readable, is_compiling
+from fused_attn.base.torch_state import dtype_name, has_tangent, host_readable, is_compiling
 from fused_attn.masks.memo import Memo
 
 # Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
@@ -338,16 +337,9 @@ def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
     """
     _check_align(align)
     slopes = _numbers("slopes", slopes, "floats", "(num_heads,)", "(batch, num_heads)")
-    if slopes.requires_grad or _has_tangent(slopes):
+    if slopes.requires_grad or (not is_compiling() and has_tangent(slopes)):
         raise ValueError("slopes must not require grad: use masks.bias to learn a bias")
     return Mask(slopes=(_Alibi(slopes, align),))
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    """Return True if a tensor has a derivative in forward-mode AD."""
-    if is_compiling() or forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:

@@ -69,7 +69,7 @@ def arguments_of(
             )
         if type(attn_mask) is not Tensor or attn_mask.is_neg():
             return None
-        if attn_mask.is_inference() and not savable(attn_mask):
+        if not savable(attn_mask):
             return None
         return _of_tensor(attn_mask, memo_key, spec, shape, query)
     except (TypeError, ValueError):  # validation may report an error in another argument first

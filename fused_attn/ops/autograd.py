@@ -100,7 +100,7 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)
         _mark_statistics(ctx, outputs[2:count])
         _save(ctx, *outputs, *tensors)
-        ctx.call, ctx.backend = call.without_tensors(), backend
+        ctx.call, ctx.backend = call.with_tensors(()), backend
         return outputs.out if count == 1 else outputs[:count]
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Weights(Function):
         *tensors: Tensor | None,
     ) -> Tensor:
         _save(ctx, lse, lse_residual, *tensors)
-        ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
+        ctx.call, ctx.average, ctx.backend = call.with_tensors(()), average, backend
         return library.attention_weights(call, lse, lse_residual, average, backend)
 
     @staticmethod
@@ -179,7 +179,7 @@ class _Norm(Function):
         # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
-        ctx.call, ctx.backend = call.without_tensors(), backend
+        ctx.call, ctx.backend = call.with_tensors(()), backend
         return outputs[:count]
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,24 +48,13 @@ def attention(
     if step is None:
         mask = masks.as_mask(attn_mask)
         step = _checked_step(query, update, mask, is_causal, options, want_lse, named)
-    return _attend(step, want_lse)
+    return _attend(*step, is_causal if attn_mask is None else None, want_lse)
 
 
-class _Step(NamedTuple):
-    """A decoding step and the backend that computes it.
-
-    Attributes:
-        call: its key and value are the caches, and its mask is for update.capacity keys.
-        update: the new keys and values.
-        is_causal: if there is no attn_mask, whether the step is causal, otherwise None.
-        plain: `update.plain`, and the tensors of the mask are plain, too.
-    """
-
-    call: AttentionCall
-    backend: Backend
-    update: CacheUpdate
-    is_causal: bool | None
-    plain: bool
+# A step: its call, whose key and value are the caches and whose mask is for update.capacity keys,
+# the backend that computes it, the new keys and values, and whether `update.plain` is true and the
+# tensors of the mask are plain, too.
+_Step = tuple[AttentionCall, Backend, CacheUpdate, bool]
 
 
 def _unchecked_step(
@@ -92,7 +80,7 @@ def _unchecked_step(
     if backend is None or backend.wraps_torch:
         return None
     update = update._replace(capacity=update.ends[1])
-    return _Step(call.assume_checked(), backend, update, is_causal, True)
+    return call.assume_checked(), backend, update, True
 
 
 def _checked_step(
@@ -114,13 +102,22 @@ def _checked_step(
     call = attention_call(query, *update.caches, spec, options)
     problem = problem_of(call, "lse" if want_lse else "out", update.capacity)
     plain = update.plain and plain_eager(update.lengths, *mask.tensors())
-    unmasked = is_causal if attn_mask is None else None
-    return _Step(call, select(problem, named), update, unmasked, plain)
+    return call, select(problem, named), update, plain
 
 
-def _attend(step: _Step, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Append new keys and values, and return out and lse."""
-    call, backend, update, is_causal, plain = step
+def _attend(
+    call: AttentionCall,
+    backend: Backend,
+    update: CacheUpdate,
+    plain: bool,
+    is_causal: bool | None,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Append new keys and values, and return out and lse.
+
+    Args:
+        is_causal: None if there is an attn_mask.
+    """
     written = update.caches if update.seqlen_new > 0 else ()
     empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
     if plain and not empty and not any(_is_refused(cache) for cache in written):
@@ -132,7 +129,7 @@ def _attend(step: _Step, want_lse: bool) -> tuple[Tensor, Tensor | None]:
             return results
     check_pages(update)
     append(update)
-    call.key, call.value = contiguous_rows(update, update.capacity, backend.empty)
+    call.key, call.value = contiguous_rows(update, backend.empty)
     if backend.wraps_torch:
         call = _for_torch(call, update, is_causal)
     return dispatch.run_attention(call, backend, want_lse)

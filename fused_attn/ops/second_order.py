@@ -46,7 +46,7 @@ def with_second_order(
             grads = _first_order(of_inputs, [_alias(t) for t in inputs], grad_outputs)
         by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
         return tuple([None if name is None else by_name[name] for name in names])
-    args = (run, call.without_tensors(), names, len(grad_outputs), function)
+    args = (run, call.with_tensors(()), names, len(grad_outputs), function)
     return _Backward.apply(*args, *grad_outputs, *call.tensors())
 
 

@@ -215,10 +215,8 @@ def require_memory(
     needed += 8 * bias * shape.num_heads * shape.seqlen_q * shape.seqlen_k
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[1]
-    elif hasattr(os, "sysconf"):
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        return
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         sizes = (
             f"at least {needed / 2**30:,.0f} GiB of memory; {device} has {there / 2**30:,.0f} GiB"

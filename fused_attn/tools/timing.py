@@ -85,15 +85,12 @@ def timed(
             step = functools.partial(torch.autograd.grad, outs, operands, grads, retain_graph=True)
         else:
             del outs  # frees the graph before the next forward
-            step = functools.partial(_forward_and_backward, call, operands, grads)
+
+            def step() -> Any:
+                return torch.autograd.grad(results_of(call(*operands)), operands, grads)
+
     step()
     return step
-
-
-def _forward_and_backward(
-    call: Callable[..., Any], operands: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Any:
-    return torch.autograd.grad(results_of(call(*operands)), operands, grads)
 
 
 def medians(

@@ -43,7 +43,7 @@ def test_flat_and_back(call):
         a is b for a, b in zip(flat, again.flat(), strict=True)
     )
     assert type(call).of_flat((*flat, "more")).flat() == flat  # further arguments of an op
-    bare = call.without_tensors()
+    bare = call.with_tensors(())
     assert all(t is None for t in bare.tensors()) and len(call.tensors()) == len(call.TENSORS)
     back = bare.with_tensors(call.tensors())
     assert all(a is b for a, b in zip(flat, back.flat(), strict=True))

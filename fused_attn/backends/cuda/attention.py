@@ -13,7 +13,6 @@ from fused_attn.backends.cuda.module import (
     compiled,
     num_multiprocessors,
     run,
-    times_to_fill,
 )
 from fused_attn.backends.fields import empty_summary
 from fused_attn.call.attention import (
@@ -222,8 +221,11 @@ def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
     num_m, num_n = -(-seqlen_q // tile), -(-seqlen_k // tile)
     shared = batch * query.shape[1] // (bias_batch * bias_heads)
     blocks = bias_batch * bias_heads * num_m * num_n
+    # So many blocks share the work of each block to occupy all multiprocessors.
+    wanted = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
+    times = max(1, -(-wanted // blocks))
     return torch.empty(
-        min(shared, times_to_fill(blocks, query.device)), bias_batch, bias_heads,
+        min(shared, times), bias_batch, bias_heads,
         seqlen_q if bias_rows > 1 else num_m, seqlen_k if bias_columns > 1 else num_n,
         dtype=torch.float32, device=query.device,
     )  # fmt: skip

@@ -83,11 +83,6 @@ def run(
         function(call, **fields, device=torch.cuda.current_device(), stream=stream)
 
 
-def times_to_fill(blocks: int, device: torch.device) -> int:
-    """Return how many blocks must share the work of each block to occupy all multiprocessors."""
-    return max(1, -(-BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device) // blocks))
-
-
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; 4 if emulated, so that tests cover split work."""

@@ -15,7 +15,7 @@ from fused_attn.call.keywords import refuse
 from fused_attn.call.kv_cache import NO_GRAD, CacheUpdate, checked_update
 from fused_attn.call.validation import check_floats
 from fused_attn.masks import Mask
-from fused_attn.ops import decode
+from fused_attn.ops import decode_step
 from fused_attn.ops.rotary import checked_rotation, rotate
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
@@ -150,7 +150,7 @@ def decode_attention(
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and query.shape[2] != 1
     want_lse = return_lse or sinks is not None
-    out, lse = decode.attention(query, update, attn_mask, is_causal, options, want_lse, backend)
+    out, lse = decode_step.run(query, update, attn_mask, is_causal, options, want_lse, backend)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out  # type: ignore[return-value]

@@ -22,7 +22,7 @@ SOURCES = {
     "masks": [
         "fused_attn/masks/*.py",
         "fused_attn/call/validation.py",
-        "fused_attn/ops/decode.py",
+        "fused_attn/ops/decode_step.py",
         "fused_attn/distributed/checksum.py",
         "fused_attn/distributed/visible_keys.py",
     ],

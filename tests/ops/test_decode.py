@@ -190,6 +190,6 @@ def test_pages(size, isa, dtype, monkeypatch):
         for mask in (None, window):
             expected = decode_attention(query, *caches, attn_mask=mask, **options)
             with monkeypatch.context() as patch:
-                patch.setattr("fused_attn.ops.decode.contiguous_rows", None)
+                patch.setattr("fused_attn.ops.decode_step.contiguous_rows", None)
                 got = decode_attention(query, *pages, attn_mask=mask, block_table=junk, **options)
             assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

@@ -22,7 +22,7 @@ from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend
 from fused_attn.call import handlers
-from fused_attn.ops import decode as decoding
+from fused_attn.ops import decode_step
 
 CAPACITY, PAGE = 304, 16
 # Number of new positions -> lengths before the step: empty, short, and filling the cache after it.
@@ -172,7 +172,7 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
         raise AssertionError("pages were copied, or new keys written twice")
 
     for name in ("append", "contiguous_rows"):
-        monkeypatch.setattr(decoding, name, never)
+        monkeypatch.setattr(decode_step, name, never)
     tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
     query, key, value = (t.to(device_of(backend), torch.bfloat16) for t in tensors.values())
     cache = Cache(key, value, LENGTHS[1], 1, "pages")
@@ -184,8 +184,8 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
 def test_the_problem_of_pages_has_all_their_keys(monkeypatch):
     """Backends are selected by the capacity of the cache, not by the size of a page."""
     problems = []
-    monkeypatch.setattr(decoding, "select", lambda problem, _: problems.append(problem))
-    monkeypatch.setattr(decoding, "_attend", lambda *_: (None, None))
+    monkeypatch.setattr(decode_step, "select", lambda problem, _: problems.append(problem))
+    monkeypatch.setattr(decode_step, "_attend", lambda *_: (None, None))
     for layout in ("whole", "pages"):
         tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
         query, key, value = tensors.values()

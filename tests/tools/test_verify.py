@@ -95,10 +95,10 @@ def problem_of_probe(probe):
     call, operands = probe.call(CPU), probe.operands(CPU)
     leaves = [t.requires_grad_(probe.gradients) for t in operands.values()]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.dispatch", "ops.decode"):
+        for module in ("ops.dispatch", "ops.decode_step"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
         patch.setattr("fused_attn.ops.dispatch.backend_for_unchecked", lambda *args: None)
-        patch.setattr("fused_attn.ops.decode._unchecked_step", lambda *args: None)
+        patch.setattr("fused_attn.ops.decode_step._unchecked_step", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.gradients):
             call(*leaves)
     return seen[0]

@@ -1,4 +1,4 @@
-"""Backend selection and execution of decoding steps: `attention` is the only entry point."""
+"""Backend selection and execution of decoding steps: `run` is the only entry point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fused_attn.masks.spec import spec_of_mask
 from fused_attn.ops import dispatch
 
 
-def attention(
+def run(
     query: Tensor,
     update: CacheUpdate,
     attn_mask: Mask | Tensor | None,

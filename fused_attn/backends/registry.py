@@ -94,9 +94,14 @@ def use_backend(name: str) -> Iterator[None]:
         _override = [None, *_blocks.values()][-1]
 
 
-def wanted_backend() -> str | None:
-    """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None."""
-    if is_compiling():  # `environment` is faster, but Dynamo cannot trace it
+def wanted_backend(compiling: bool | None = None) -> str | None:
+    """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None.
+
+    Args:
+        compiling: is_compiling(), if the caller knows it.
+    """
+    if is_compiling() if compiling is None else compiling:
+        # `environment` is faster, but Dynamo cannot trace it.
         return _override or os.environ.get(_VARIABLE) or None
     return _override or environment(_VARIABLE) or None
 
@@ -106,11 +111,12 @@ def default_backend(device: torch.device) -> Backend | None:
 
     Returns None if the choice depends on the problem.
     """
-    wanted = wanted_backend()
+    compiling = is_compiling()
+    wanted = wanted_backend(compiling)
     if wanted is not None:
         return BACKENDS.get(wanted)
     # Dynamo warns about functools.cache, so it traces the uncached function.
-    first_on = _first_on.__wrapped__ if is_compiling() else _first_on
+    first_on = _first_on.__wrapped__ if compiling else _first_on
     return first_on(device, verdicts.changes)
 
 

@@ -54,10 +54,10 @@ def is_compiling() -> bool:
 
     From torch 2.13 on, torch.compiler.is_compiling() is True on all threads while one compiles.
     """
-    if not torch.compiler.is_compiling():
-        return False
     if torch.compiler.is_dynamo_compiling():  # a constant, in code that Dynamo traces
         return True
+    if not torch.compiler._is_compiling_flag:  # is_compiling() takes two more calls
+        return False
     return torch._C._len_torch_dispatch_stack() > 0 or TracingContext.try_get() is not None
 
 

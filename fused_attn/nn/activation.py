@@ -18,7 +18,7 @@ from torch.nn import GELU, Dropout, Linear, Module, ReLU
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import needs_grad
 from fused_attn.nn.replacement import is_plain
-from fused_attn.ops.activation import activation_pass, supports_activation
+from fused_attn.ops.activation import activation_backend, activation_pass
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"))
 # Minimum number of elements for the fused pass with dropout. base/small_calls.py has the limits
@@ -38,9 +38,10 @@ NAMES_OF_MODULES: dict[type[Module], Callable[[Any], str | None]] = {
 
 def drop(dropout: Module, input: Tensor) -> Tensor:
     """Compute dropout(input), with the fused kernel if the input is large enough."""
-    out = None
-    if supports_activation(input) and _drops(dropout) and input.numel() >= MIN_NUMEL:
-        out = activation_pass(input, None, "identity", dropout.p)  # type: ignore[arg-type]
+    out, backend = None, activation_backend(input)
+    if backend is not None and _drops(dropout) and input.numel() >= MIN_NUMEL:
+        p: Any = dropout.p
+        out = activation_pass(input, None, "identity", p, backend=backend)
     return dropout(input) if out is None else out
 
 
@@ -53,14 +54,19 @@ def feed_forward_hidden(
     """
     name = activation_name(activation)
     drops = dropout is not None and _drops(dropout)
-    if name is None or not supports_activation(input) or not _is_large(linear, input, drops):
+    backend = None if name is None else activation_backend(input)
+    if name is None or backend is None or not _is_large(linear, input, drops):
         out = activation(linear(input))
         return out if dropout is None else drop(dropout, out)
     bias: Any = linear.bias if type(linear) is Linear and is_plain(linear) else None
-    hidden = linear(input) if bias is None else F.linear(input, linear.weight)  # type: ignore[arg-type]
+    if bias is None:
+        hidden, backend = linear(input), None  # a user-defined layer may return any tensor
+    else:
+        hidden = F.linear(input, linear.weight)  # type: ignore[arg-type]
     dropout_p: Any = dropout.p if dropout is not None and drops else 0.0
     # Overwrite only the output of our GEMM: a user-defined layer may still use its output.
-    fused = activation_pass(hidden, bias, name, dropout_p, overwrite=bias is not None)
+    overwrite = bias is not None
+    fused = activation_pass(hidden, bias, name, dropout_p, backend=backend, overwrite=overwrite)
     if fused is None:
         total = hidden if bias is None else hidden + bias.to(hidden.dtype)
         fused, dropout_p = activation(total), 0.0

@@ -27,9 +27,17 @@ from fused_attn.base.torch_state import (
 )
 
 
-def supports_activation(input: Tensor) -> bool:
-    """Return True if `activation_pass` may accept this tensor, or the result of a matmul of it."""
-    return _backend_of(input) is not None
+def activation_backend(input: Tensor) -> Backend | None:
+    """Return the backend of `activation_pass` for a tensor, and for the result of a matmul of it.
+
+    Returns None if torch's operations must be used.
+    """
+    if type(input) not in PLAIN_TYPES or is_intercepted():
+        return None
+    backend = default_backend(input.device)
+    if backend is None or type(backend).activation is Backend.activation:
+        return None
+    return backend
 
 
 def activation_pass(
@@ -38,6 +46,7 @@ def activation_pass(
     activation: str,
     dropout_p: float = 0.0,
     *,
+    backend: Backend | None = None,
     overwrite: bool = False,
 ) -> Tensor | None:
     """Compute dropout(activation(input + bias)), or return None if no backend supports the call.
@@ -48,10 +57,13 @@ def activation_pass(
             dtype.
         activation: one of `backends.base.ACTIVATIONS`.
         dropout_p: probability of dropping an element, in [0, 1).
+        backend: the result of `activation_backend`, if the caller knows it.
         overwrite: allow the result to overwrite input. Ignored if a gradient is needed.
     """
-    backend = _backend_of(input)
-    if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
+    backend = backend or activation_backend(input)
+    if backend is None or type(input) not in PLAIN_TYPES:
+        return None
+    if input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
         return None
     if not (input.dim() and input.numel() > 0 and input.is_contiguous()) or input.is_neg():
         return None
@@ -65,15 +77,6 @@ def activation_pass(
     if torch.is_grad_enabled() and needs_grad:
         return _Activation.apply(input, bias, call, backend)
     return backend.activation(input, bias, *call, out=input if overwrite else None)
-
-
-def _backend_of(input: Tensor) -> Backend | None:
-    if type(input) not in PLAIN_TYPES or is_intercepted():
-        return None
-    backend = default_backend(input.device)
-    if backend is None or type(backend).activation is Backend.activation:
-        return None
-    return backend
 
 
 class _Activation(Function):

@@ -34,7 +34,7 @@ def layer_norm(
     if is_compiling() or type(input) not in TENSOR_TYPES:
         return None
     count, limits = input.numel(), small_calls.limits
-    if count > limits.norm_training or wanted_backend():
+    if count > limits.norm_training or wanted_backend(compiling=False):
         return None
     shape = (normalized_shape,) if type(normalized_shape) is int else normalized_shape
     limit = limits.norm_forward

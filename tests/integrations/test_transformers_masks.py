@@ -41,6 +41,8 @@ for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
 
 SHAPE = (2, 1, 4, 6)
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
+NO_PADDING = torch.ones_like(PADDING)
+PADDINGS = {"none": None, "no": NO_PADDING, "full": PADDING, "short": PADDING[:, :5]}
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
 LEFT = torch.tensor([0, 1])
@@ -98,7 +100,7 @@ def dense_of(mask, shape=SHAPE):
     return visible.expand(shape)
 
 
-@pytest.mark.parametrize("padding", [None, PADDING, PADDING[:, :5]], ids=["none", "full", "short"])
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
 @pytest.mark.parametrize("length", [4, 1])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_mask_equals_that_of_transformers(function, length, padding):
@@ -157,6 +159,16 @@ def test_padding_alone_is_a_key_mask():
     mask = make_mask(mask_function=bidirectional_mask_function, attention_mask=PADDING)
     assert mask.shape == (2, 1, 1, 6)
     assert make_mask(mask_function=bidirectional_mask_function) is None
+
+
+def test_batches_without_padding_have_no_key_mask():
+    ones = {"attention_mask": NO_PADDING, "q_offset": 2}
+    assert make_mask(mask_function=bidirectional_mask_function, **ones) is None
+    assert not make_mask(mask_function=causal_mask_function, **ones).content().dense_masks
+    one_query = {**ones, "q_length": 1, "q_offset": 5}
+    assert make_mask(mask_function=causal_mask_function, **one_query) is None
+    later = make_mask(mask_function=causal_mask_function, kv_length=7, **ones)  # static cache
+    assert [tuple(m.shape) for m in later.content().dense_masks] == [(2, 1, 1, 7)]
 
 
 def test_mask_of_a_single_query_is_a_key_mask():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,9 +121,11 @@ def attention_forward(
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         is_causal = False  # the mask already contains it
-    terms = [_checked_mask(mask, None if all_visible else sliding_window, seqlen_k)]
-    terms.append(None if indices is None else _chosen(indices, seqlen_k))
-    terms.append(None if position_bias is None else masks.bias(position_bias))
+    terms = (
+        _checked_mask(mask, None if all_visible else sliding_window, seqlen_k),
+        None if indices is None else _chosen(indices, seqlen_k),
+        None if position_bias is None else masks.bias(position_bias),
+    )
     # A single query (decoding) is the last position of its sequence, so all keys are visible to it.
     attend = partial(
         functional.scaled_dot_product_attention,
@@ -132,8 +134,8 @@ def attention_forward(
         enable_gqa=query.shape[1] != key.shape[1],
         **options,
     )
-    out = on_heads_of(module, attend, query, key, value)
-    return cast(Tensor, out).transpose(1, 2).contiguous(), None
+    out: Tensor = on_heads_of(module, attend, query, key, value)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _attend_packed(

@@ -32,7 +32,13 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
-from fused_attn.base.torch_state import captured, is_compiling, is_intercepted, plain_eager
+from fused_attn.base.torch_state import (
+    captured,
+    host_readable,
+    is_compiling,
+    is_intercepted,
+    plain_eager,
+)
 from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, additive_mask, stand_in
 from fused_attn.masks import UNLIMITED, Mask
@@ -449,7 +455,9 @@ def _band(
 
 
 def _key_mask(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """Return the mask of the keys that are real tokens; None if all are known to be real."""
     if padding is None:
         return None
     keys = cast(Tensor, prepare_padding_mask(padding, kv_length, kv_offset))
-    return keys[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    keys = keys[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return None if host_readable(keys) and bool(keys.all()) else keys

@@ -166,6 +166,8 @@ def norm_of(total: Tensor, call: NormCall) -> Tensor:
     shape, weight, bias = total.shape[-1:], call.weight, call.bias
     if not call.options.rms:
         weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))
+        if weight is None and bias is not None:
+            weight = torch.ones_like(bias)  # without it, torch (2.13) has no second derivatives
         return torch.layer_norm(total, shape, weight, bias, call.options.eps)
     if weight is None or weight.dtype == total.dtype:
         return torch.rms_norm(total, shape, weight, call.options.eps)

@@ -42,9 +42,8 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
             attends to key kv_idx. The arguments are int scalar tensors under torch.vmap. Tensors
-            that the function reads must be on the device of query. In-place changes of tensors are
-            detected if the function, or one that it calls, captures them or reads them as a global,
-            a default or an attribute of itself. Other values that it reads must not change.
+            that the function reads must be on the device of query, and may change in place; see
+            `Mask`. Other values that it reads, also variables, must not change.
 
     Raises:
         TypeError: mask_mod is not callable.
@@ -71,13 +70,12 @@ def from_block_mask(block_mask: Any) -> Mask:
     block_q, block_k = block_mask.BLOCK_SIZE
     own = block_mask.mask_mod
     columns = -(-block_mask.seq_lengths[1] // block_k)
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
-    full = None
-    if block_mask.full_kv_num_blocks is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
-    by_batch, by_head = (size > 1 for size in partial.shape[:2])
+    partial = block_mask.kv_num_blocks, block_mask.kv_indices
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    by_batch, by_head = (size > 1 for size in partial[0].shape[:2])
 
-    def lookup(table: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def lookup(blocks: Any, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        table = _listed(*blocks, columns)  # evaluated here, because its tensors may change
         table = table if by_head else table[:, 0]
         table = table if by_batch else table[0]
         index = [i for i, used in ((b, by_batch), (h, by_head)) if used]
@@ -86,7 +84,7 @@ def from_block_mask(block_mask: Any) -> Mask:
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         visible = lookup(partial, b, h, q, k) & own(b, h, q, k)
-        return visible if full is None else visible | lookup(full, b, h, q, k)
+        return visible if full[0] is None else visible | lookup(full, b, h, q, k)
 
     mask_mod.seq_lengths = tuple(block_mask.seq_lengths)  # type: ignore[attr-defined]
     return from_mask_mod(mask_mod)

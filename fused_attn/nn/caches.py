@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class KeyValueCache:
             write to the same buffers, past the end of these views.
 
         Raises:
-            ValueError: gradients are enabled, and key or value requires grad.
+            ValueError: gradients are enabled, and key or value requires grad; or a size other than
+                the number of positions, or the dtype, differs from that of the cache.
         """
         self.make_room(key, value)
         end = self.length + key.shape[2]
@@ -91,6 +93,12 @@ class KeyValueCache:
     def make_room(self, key: Tensor, value: Tensor) -> None:
         """Allocate or grow the buffers so that `append(key, value)` fits; `length` is unchanged."""
         check_no_grad(key, value)
+        for name, kept, new in (("key", self._keys, key), ("value", self._values, value)):
+            if kept is not None and _fixed(new) != _fixed(kept):
+                raise ValueError(
+                    f"{name} must have the batch, heads, head_dim and dtype of the cache, "
+                    f"{_fixed(kept)}, got {_fixed(new)}"
+                )
         end = self.length + key.shape[2]
         self._keys, self._values = (
             _ensure_capacity(kept, self.length, end, new)
@@ -113,6 +121,11 @@ def check_no_grad(*tensors: Tensor) -> None:
             "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
             "gradient can flow through them"
         )
+
+
+def _fixed(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what all tensors of a cache have in common."""
+    return (*tensor.shape[:2], tensor.shape[3], tensor.dtype)
 
 
 def _require_allocated(kept: Tensor | None) -> Tensor:

@@ -97,6 +97,20 @@ def test_caches_grow_by_blocks_and_keep_what_is_there():
     assert len(buffers) <= 5
 
 
+@pytest.mark.parametrize("length", [3, caches.BLOCK])  # the buffer fits, or must grow
+def test_caches_take_only_tensors_like_their_own(length):
+    cache, kept = fnn.KeyValueCache(), torch.randn(2, 4, length, 8)
+    cache.append(kept, kept)
+    new = torch.randn(2, 4, 1, 8)
+    for other in (new[:1], new[:, :1], new[..., :1], new.double(), torch.randn(3, 4, 1, 8)):
+        with pytest.raises(ValueError, match="key must have the batch, heads, head_dim and dtype"):
+            cache.append(other, new)
+        with pytest.raises(ValueError, match="value must have the batch"):
+            cache.make_room(new, other)
+    keys, values = cache.append(new, 2 * new)
+    assert torch.equal(keys, torch.cat([kept, new], 2)) and values.shape == keys.shape
+
+
 @pytest.mark.parametrize("takes_in", [False, True])
 @torch.no_grad()
 def test_decode_attention_on_the_cache_of_a_decoder(takes_in, monkeypatch):

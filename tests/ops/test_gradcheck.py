@@ -86,6 +86,16 @@ def test_norm(rms, residual, dropout_p, backend):
     assert gradgradcheck(run, leaves(*shapes))
 
 
+@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, None])  # None: also small calls
+def test_layer_norm_with_a_bias_alone(backend):
+    """Where there is no weight, torch's layer norm (2.13) has no second derivatives."""
+
+    def run(input, bias):
+        return F.layer_norm(input, 6, None, bias, backend=backend)
+
+    assert gradgradcheck(run, leaves((2, 3, 6), (6,)))
+
+
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_some_inputs_without_gradient(backend):
     query, key, value = leaves((1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -265,10 +266,20 @@ class OfEnds:
     def __call__(self, b, h, q, k):
         return k < self.ends[b]
 
+    below = staticmethod(lambda b, k: k < ENDS[b])
 
-@pytest.mark.parametrize(
-    "kind", ["combined", "partial", "global", "object", "default", "attribute"]
-)
+
+class Owner(SimpleNamespace):
+    def mask_mod(self, b, h, q, k):
+        return k < self.ends[b]
+
+
+OF_GLOBAL = functools.partial(lambda n, b, k: k < n[b], ENDS)
+KINDS = """combined partial global object default attribute nested comprehension static
+    global_partial owner list numbers""".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensors_that_a_function_reads_may_change(kind):
     ends, of_ends = torch.tensor([9, 9]), OfEnds()
 
@@ -283,6 +294,13 @@ def test_tensors_that_a_function_reads_may_change(kind):
         "object": of_ends,
         "default": lambda b, h, q, k, ends=ends: k < ends[b],
         "attribute": of_attribute,
+        "nested": lambda b, h, q, k: (lambda n: n < ENDS[b])(k),
+        "comprehension": lambda b, h, q, k: [key < ENDS[b] for key in (k,)][0],
+        "static": lambda b, h, q, k: OfEnds.below(b, k),
+        "global_partial": lambda b, h, q, k: OF_GLOBAL(b, k),
+        "owner": Owner(ends=ends).mask_mod,
+        "list": lambda b, h, q, k, all_ends=[{0: ends}]: k < all_ends[0][0][b],
+        "numbers": lambda b, h, q, k: k < ends.tolist()[0] + 0 * b,
     }
     mask, query = masks.from_mask_mod(functions[kind]), torch.randn(2, 1, 9, 8)
     attend = fused_attn.scaled_dot_product_attention
@@ -324,6 +342,20 @@ def test_functions_that_are_tuples():
 
     query, mask = torch.randn(1, 2, 9, 8), masks.from_mask_mod(Window(2, 1))
     assert_same_attention(mask, masks.sliding_window(2, 1), query)
+
+
+def test_the_blocks_of_a_block_mask_may_change():
+    query = torch.randn(1, 1, 32, 8)
+    block_mask = flex.create_block_mask(
+        lambda b, h, q, k: k >= 0, None, None, 32, 32, device="cpu", BLOCK_SIZE=16
+    )
+    attend = fused_attn.scaled_dot_product_attention
+    attend(query, query, query, block_mask)
+    block_mask.full_kv_num_blocks.fill_(1)
+    first = block_mask.full_kv_indices[0, 0, :, :1].repeat_interleave(16, 0)
+    visible = first == torch.arange(32) // 16
+    got = attend(query, query, query, block_mask)
+    torch.testing.assert_close(got, attend(query, query, query, visible))
 
 
 def test_another_mask_mod_of_a_block_mask():

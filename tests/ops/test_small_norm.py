@@ -42,6 +42,8 @@ def test_the_kernels_have_the_rest(monkeypatch):
     assert own_node(F.layer_norm(x, 64, weight, bias, dropout_p=0.5))
     assert own_node(F.layer_norm(x, 64, weight, bias, backend="cpp"))
     assert own_node(F.rms_norm(x, 64, weight))
+    F.layer_norm(x.bfloat16(), 64, None, bias).sum().backward()  # torch raises an error
+    assert torch.equal(bias.grad, torch.full((64,), 8.0))
     with fused_attn.use_backend("cpp"):
         assert own_node(F.layer_norm(x, 64, weight, bias))
     limits = small_calls.limits._replace(norm_training=x.numel() - 1)

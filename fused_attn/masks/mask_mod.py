@@ -75,7 +75,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     by_batch, by_head = (size > 1 for size in partial[0].shape[:2])
 
     def lookup(blocks: Any, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        table = _listed(*blocks, columns)  # evaluated here, because its tensors may change
+        counts, indices = blocks
+        table = _listed(counts, indices, columns)  # evaluated here, because its tensors may change
         table = table if by_head else table[:, 0]
         table = table if by_batch else table[0]
         index = [i for i, used in ((b, by_batch), (h, by_head)) if used]

@@ -65,8 +65,8 @@ def packings(monkeypatch):
     return recorded_packings(monkeypatch)
 
 
-def model(name, dtype=torch.float64):
-    config = getattr(transformers, f"{name}Config")(**COMMON, **FAMILIES[name])
+def model(name, dtype=torch.float64, **options):
+    config = getattr(transformers, f"{name}Config")(**COMMON, **FAMILIES[name] | options)
     made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager")
     return perturb(made).to(dtype).eval()
 
@@ -118,6 +118,24 @@ def test_results_are_those_of_eager(name, padding, packings):
     report.restore()
     again = fused(**call).last_hidden_state
     assert torch.equal(again, eager(**call).last_hidden_state)
+
+
+SCALED = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_padding_that_scales_rotary_positions_stays(kind):
+    """The padded length, not the longest sequence, determines the rotary frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, "original_max_position_embeddings": 30}
+    eager = model("EuroBert", rope_parameters=rope | SCALED[kind])
+    fused, real = copy.deepcopy(eager), torch.arange(40) < torch.tensor([[4], [11], [2]])
+    fused_attn.swap_modules(fused)
+    call = inputs(real)
+    actual, expected = (m(**call).last_hidden_state[real] for m in (fused, eager))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_dropout_in_training(packings):

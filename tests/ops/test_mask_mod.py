@@ -269,14 +269,20 @@ class OfEnds:
     below = staticmethod(lambda b, k: k < ENDS[b])
 
 
+def all_of(visible):
+    return visible[0]
+
+
 class Owner(SimpleNamespace):
     def mask_mod(self, b, h, q, k):
         return k < self.ends[b]
 
 
 OF_GLOBAL = functools.partial(lambda n, b, k: k < n[b], ENDS)
-KINDS = """combined partial global object default attribute nested comprehension static
-    global_partial owner list numbers""".split()
+KINDS = [
+    "combined", "partial", "global", "object", "default", "attribute", "nested", "comprehension",
+    "static", "global_partial", "owner", "list", "numbers",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -295,7 +301,7 @@ def test_tensors_that_a_function_reads_may_change(kind):
         "default": lambda b, h, q, k, ends=ends: k < ends[b],
         "attribute": of_attribute,
         "nested": lambda b, h, q, k: (lambda n: n < ENDS[b])(k),
-        "comprehension": lambda b, h, q, k: [key < ENDS[b] for key in (k,)][0],
+        "comprehension": lambda b, h, q, k: all_of([key < ENDS[b] for key in (k,)]),
         "static": lambda b, h, q, k: OfEnds.below(b, k),
         "global_partial": lambda b, h, q, k: OF_GLOBAL(b, k),
         "owner": Owner(ends=ends).mask_mod,

@@ -388,11 +388,16 @@ def _choose_packing(
 
 
 def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
-    config = getattr(module, "config", None)
+    attributes = module.__dict__  # a failing getattr of a module takes 3 us
+    config = attributes.get("config")
     if config is not None and config._attn_implementation != NAME:
         return False  # other attention implementations do not accept a Packing
-    if getattr(module, "chunk_size_feed_forward", 0):
+    if attributes.get("chunk_size_feed_forward"):
         return False
+    kinds: Any = attributes.get("rope_type", "")  # a str, or a dict with one for each kind of layer
+    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+        if "dynamic" in kind or kind == "longrope":
+            return False  # the largest position, also of padding, determines the frequencies
     if module is encoder:
         return not overrides_methods(module)  # its hooks receive padded batches
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):

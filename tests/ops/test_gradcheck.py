@@ -88,7 +88,7 @@ def test_norm(rms, residual, dropout_p, backend):
 
 @pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, None])  # None: also small calls
 def test_layer_norm_with_a_bias_alone(backend):
-    """Where there is no weight, torch's layer norm (2.13) has no second derivatives."""
+    """torch (2.13) has no second derivatives of a layer norm without weight."""
 
     def run(input, bias):
         return F.layer_norm(input, 6, None, bias, backend=backend)

@@ -34,7 +34,7 @@ def layer_norm(
     if is_compiling() or type(input) not in TENSOR_TYPES:
         return None
     count, limits = input.numel(), small_calls.limits
-    if count > limits.norm_training or wanted_backend(compiling=False):
+    if count > limits.norm_training:
         return None
     shape = (normalized_shape,) if type(normalized_shape) is int else normalized_shape
     limit = limits.norm_forward
@@ -51,8 +51,8 @@ def layer_norm(
             return None
         if not input.is_cpu or input.is_nested or any_autocast():
             return None
-        if weight is None and bias is not None:
-            return None  # torch (2.13) has no second derivatives, nor any with mixed dtypes
+        if wanted_backend(compiling=False) or (weight is None and bias is not None):
+            return None  # a bias alone has no second derivatives in torch (2.13), or no derivatives
         total = input if residual is None else residual + input
         return torch.layer_norm(total, shape, weight, bias, eps), total  # type: ignore[arg-type]
     except (AttributeError, IndexError, RuntimeError, TypeError):

@@ -174,7 +174,8 @@ def plan_cases(draw: st.DrawFn, op: str, backend: str, dtype: str) -> Case:
         more = draw(st.lists(chunk.map(list), unique_by=lambda c: c[1], max_size=8))
         case["chunks"].append([[ranks - 1, 0], *more])
     text = json.dumps(case["mask"])
-    if "prefix" in text or '"or"' in text:  # with dropout, runs must begin at multiples of 8
+    # Prefixes with dropout need runs that begin at multiples of 8. Functions may be prefixes.
+    if any(f'"{kind}"' in text for kind in ("prefix", "or", "mod")):
         case["options"]["dropout_p"] = 0.0
     for step in case["steps"]:
         step["rows"] = None

@@ -268,6 +268,7 @@ def is_unmodified(module: Module, ignored: Callable[[Any], bool] | None = None) 
 
     A norm must also normalize over a single dimension. For `ignored`, see `unhooked`.
     """
-    if len(getattr(module, "normalized_shape", (1,))) != 1 or not unhooked(module, ignored):
+    normalized_shape: Any = module.__dict__.get("normalized_shape", (1,))
+    if len(normalized_shape) != 1 or not unhooked(module, ignored):
         return False
     return not (overrides_methods(module) or patched(module))

@@ -8,14 +8,14 @@ MaskSpec, the form for kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fused_attn.base.torch_state import dtype_name, has_tangent, host_readable, is_compiling
 from fused_attn.masks.memo import Memo
@@ -348,7 +348,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
         return [condition]
     if callable(condition):
         # The graph evaluates the function under torch.compile.
-        return [] if is_compiling() else _tensors_read(condition)
+        return [] if is_compiling() else _tensors_read(condition, set())
     if is_dataclass(condition):
         condition = tuple([getattr(condition, f.name) for f in fields(condition)])
     if not isinstance(condition, tuple):
@@ -356,35 +356,31 @@ def _tensors_of(condition: Any) -> list[Tensor]:
     return [tensor for part in condition for tensor in _tensors_of(part)]
 
 
-class _Reads(TorchFunctionMode):
-    """Records the tensors that functions of torch receive, except those returned in the block."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.known, self.read = [*known], list[Tensor]()
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in self.known):
-                self.known.append(leaf)
-                self.read.append(leaf)
-        result = function(*args, **(kwargs or {}))
-        self.known += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        return result
-
-
-def _tensors_read(mask_mod: Callable[..., Any]) -> list[Tensor]:
-    """Return the tensors that a function of positions reads, wherever they are stored.
-
-    The function is evaluated at one position, on the CPU. If it raises an error, the tensors that
-    it has read before are returned.
-    """
-    position = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
-    with contextlib.suppress(Exception), torch.no_grad(), _Reads(*position) as reads:
-        mask_mod(*position)
-    return reads.read
+def _tensors_read(value: Any, seen: set[int]) -> list[Tensor]:
+    """Return the tensors in a value, or that a function reads: captured, global or by default."""
+    if isinstance(value, Tensor):
+        return [value]
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_names
+        parts = [value.__globals__[n] for n in names if n in value.__globals__]
+        parts = [p for p in parts if isinstance(p, (Tensor, FunctionType))]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, (tuple, list, dict)):
+        parts = list(value.values() if isinstance(value, dict) else value)
+    if callable(value) and not isinstance(value, type):
+        parts += getattr(value, "__dict__", {}).values()
+    return [tensor for part in parts for tensor in _tensors_read(part, seen)]
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:

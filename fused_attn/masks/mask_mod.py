@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fused_attn.base.torch_state import is_intercepted
+from fused_attn.base.torch_state import batched, is_compiling, is_intercepted
 from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
+from fused_attn.masks.memo import note_reads
 from fused_attn.masks.tables import packed, shown_by_intervals
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -198,6 +200,40 @@ class Uses(TorchDispatchMode):
         return (batch, heads, *shape[2:])
 
 
+class Reads(TorchFunctionMode):
+    """Records the tensors whose values functions of torch read, but did not make, under vmap.
+
+    Arguments of the vectorized function, and what is computed from them, are not recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {}  # keeps the tensors, and so their ids
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        made = self.of(result)
+        if made or function.__name__ not in _METADATA:
+            self.read |= {id(tensor): tensor for tensor in self.of((args, kwargs))}
+        self.made |= {id(t): t for t in made if id(t) not in self.read}  # in-place functions
+        return result
+
+    def of(self, values: Any) -> list[Tensor]:
+        """Return the tensors in `values` that may be recorded."""
+        return [
+            value
+            for value in tree_leaves(values)
+            if isinstance(value, Tensor) and id(value) not in self.made and not batched(value)
+        ]
+
+
+# Names of methods and attributes that read no values, unless they return a tensor.
+_METADATA = {"__get__", "__len__", "dim", "numel", "size", "stride"}
+
+
 def row_blocks(shape: Shape) -> Iterator[range]:
     """Yield ranges of rows with at most CHUNK positions each, or of one row."""
     batch, heads, seqlen_q, seqlen_k = shape
@@ -220,7 +256,13 @@ def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> 
     start = rows.start
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask_mod(b, h, q + start, k)
+        q = q + start
+        if is_compiling():
+            return mask_mod(b, h, q, k)
+        with Reads() as reads:
+            visible = mask_mod(b, h, q, k)
+        note_reads([*reads.read.values(), *reads.of(visible)])
+        return visible
 
     visible = create_mask(shifted, batch, heads, len(rows), seqlen_k, device)
     if visible.dtype != torch.bool:

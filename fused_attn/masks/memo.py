@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,14 +26,29 @@ class Entry(NamedTuple):
 
     Attributes:
         sources: for each tensor a weak reference, its version counter and its data pointer.
+        read: as sources, of the tensors of `note_reads` while the value was computed.
         value: the cached value.
     """
 
-    sources: list[tuple[weakref.ref[Tensor], int, int]]
+    sources: list[_Source]
+    read: list[_Source]
     value: object
 
 
+_Source = tuple[weakref.ref[Tensor], int, int]
 Memo = dict[Hashable, Entry]  # cache of one Mask or tensor; modified only in this file
+
+
+_of_thread = threading.local()  # .computing: the reads of each value that is being computed
+
+
+def note_reads(tensors: Iterable[Tensor]) -> None:
+    """Make the values that are being computed on this thread depend on tensors.
+
+    The callers of `recall` need not know them.
+    """
+    for read in getattr(_of_thread, "computing", ()):
+        read.update((id(tensor), tensor) for tensor in tensors)
 
 
 def recall(
@@ -137,15 +153,39 @@ def recall_eager(
             if ref() is not tensor or tensor._version != version or tensor.data_ptr() != address:
                 break
         else:
-            return entry.value  # type: ignore[return-value]
-    value = make()
+            if not entry.read or _are_unchanged(entry.read):
+                return entry.value  # type: ignore[return-value]
+    computing: list[dict[int, Tensor]] = _of_thread.__dict__.setdefault("computing", [])
+    computing.append({})
+    try:
+        value = make()
+    finally:
+        read = list(computing.pop().values())
     memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
-    memo[key] = Entry([(weakref.ref(t), t._version, t.data_ptr()) for t in tensors], value)
+    if not cacheable(read):
+        return value
+    memo[key] = Entry(_sources(tensors), _sources(read), value)
     # Other threads may evict concurrently: iterate over a copy of the keys, and allow for an empty
     # memo and for a key that is already gone.
     while len(memo) > limit:
         memo.pop(next(iter(list(memo)), None), None)
     return value
+
+
+def _sources(tensors: Sequence[Tensor]) -> list[_Source]:
+    return [(weakref.ref(t), t._version, t.data_ptr()) for t in tensors]
+
+
+def _are_unchanged(read: list[_Source]) -> bool:
+    """Return True, after `note_reads`, if the tensors exist and are unchanged."""
+    tensors = []
+    for ref, version, address in read:
+        tensor = ref()
+        if tensor is None or tensor._version != version or tensor.data_ptr() != address:
+            return False
+        tensors.append(tensor)
+    note_reads(tensors)
+    return True
 
 
 def cacheable(tensors: Sequence[Tensor]) -> bool:

@@ -79,8 +79,8 @@ class KeyValueCache:
             write to the same buffers, past the end of these views.
 
         Raises:
-            ValueError: gradients are enabled, and key or value requires grad; or a size other than
-                the number of positions, or the dtype, differs from that of the cache.
+            ValueError: gradients are enabled, and key or value requires grad; or a size or the
+                dtype does not fit the cache, or the other tensor.
         """
         self.make_room(key, value)
         end = self.length + key.shape[2]
@@ -93,6 +93,11 @@ class KeyValueCache:
     def make_room(self, key: Tensor, value: Tensor) -> None:
         """Allocate or grow the buffers so that `append(key, value)` fits; `length` is unchanged."""
         check_no_grad(key, value)
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                "key and value must have the same batch, heads and positions, got shapes "
+                f"{tuple(key.shape)} and {tuple(value.shape)}"
+            )
         for name, kept, new in (("key", self._keys, key), ("value", self._values, value)):
             if kept is not None and _fixed(new) != _fixed(kept):
                 raise ValueError(
@@ -124,7 +129,7 @@ def check_no_grad(*tensors: Tensor) -> None:
 
 
 def _fixed(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what all tensors of a cache have in common."""
+    """Return what new keys, or new values, must have in common with the cached ones."""
     return (*tensor.shape[:2], tensor.shape[3], tensor.dtype)
 
 

@@ -104,9 +104,14 @@ def test_caches_take_only_tensors_like_their_own(length):
     new = torch.randn(2, 4, 1, 8)
     for other in (new[:1], new[:, :1], new[..., :1], new.double(), torch.randn(3, 4, 1, 8)):
         with pytest.raises(ValueError, match="key must have the batch, heads, head_dim and dtype"):
-            cache.append(other, new)
+            cache.append(other, other)
+    for other in (new[..., :1], new.double()):
         with pytest.raises(ValueError, match="value must have the batch"):
             cache.make_room(new, other)
+    for first in (cache, fnn.KeyValueCache()):
+        for other in (new[:1], torch.cat([new, new], 2), new[0]):
+            with pytest.raises(ValueError, match="same batch, heads and positions"):
+                first.append(new, other)
     keys, values = cache.append(new, 2 * new)
     assert torch.equal(keys, torch.cat([kept, new], 2)) and values.shape == keys.shape
 

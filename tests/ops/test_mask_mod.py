@@ -269,6 +269,11 @@ class OfEnds:
     below = staticmethod(lambda b, k: k < ENDS[b])
 
 
+@functools.cache
+def made_late():
+    return torch.tensor([9, 9])
+
+
 def all_of(visible):
     return visible[0]
 
@@ -281,7 +286,7 @@ class Owner(SimpleNamespace):
 OF_GLOBAL = functools.partial(lambda n, b, k: k < n[b], ENDS)
 KINDS = [
     "combined", "partial", "global", "object", "default", "attribute", "nested", "comprehension",
-    "static", "global_partial", "owner", "list", "numbers",
+    "static", "global_partial", "owner", "lazy",
 ]  # fmt: skip
 
 
@@ -305,17 +310,45 @@ def test_tensors_that_a_function_reads_may_change(kind):
         "static": lambda b, h, q, k: OfEnds.below(b, k),
         "global_partial": lambda b, h, q, k: OF_GLOBAL(b, k),
         "owner": Owner(ends=ends).mask_mod,
-        "list": lambda b, h, q, k, all_ends=[{0: ends}]: k < all_ends[0][0][b],
-        "numbers": lambda b, h, q, k: k < ends.tolist()[0] + 0 * b,
+        "lazy": lambda b, h, q, k: k < made_late()[b],
     }
     mask, query = masks.from_mask_mod(functions[kind]), torch.randn(2, 1, 9, 8)
     attend = fused_attn.scaled_dot_product_attention
+    made_late.cache_clear()
     ENDS.fill_(9)
+    assert mask.to("cpu") is mask
     attend(query, query, query, mask)
-    for tensor in (ends, of_ends.ends, ENDS):
+    attend(query, query, query, mask & masks.causal())
+    for tensor in (ends, of_ends.ends, ENDS, made_late()):
         tensor.fill_(3)
-    got = attend(query, query, query, mask)
-    torch.testing.assert_close(got, attend(query, query, query, masks.padding([3, 3])))
+    short = masks.padding([3, 3])
+    for ours, same in ((mask, short), (mask & masks.causal(), short & masks.causal())):
+        got = attend(query, query, query, ours)
+        torch.testing.assert_close(got, attend(query, query, query, same))
+
+
+def test_what_is_read_may_depend_on_a_tensor():
+    flag, end = torch.tensor(True), torch.tensor(9)
+    mask = masks.from_mask_mod(lambda b, h, q, k: flag if flag else k < end)
+    query, attend = torch.randn(2, 1, 9, 8), fused_attn.scaled_dot_product_attention
+    for tensor, value, length in ((flag, True, 9), (flag, False, 9), (end, 3, 3)):
+        tensor.fill_(value)
+        got = attend(query, query, query, mask)
+        torch.testing.assert_close(got, attend(query, query, query, masks.padding([length] * 2)))
+    assert len(mask.memo) == 1 and next(iter(mask.memo.values())).read
+
+
+def test_functions_that_read_only_the_size_of_a_parameter_are_evaluated_once():
+    model, calls = SimpleNamespace(layer=torch.nn.Linear(8, 5)), []
+
+    def mask_mod(b, h, q, k):
+        calls.append(model.layer.weight.device)
+        return k < model.layer.weight.shape[0]
+
+    query, mask = torch.randn(2, 1, 9, 8), masks.from_mask_mod(mask_mod)
+    for _ in range(3):
+        fused_attn.scaled_dot_product_attention(query, query, query, mask)
+    assert len(calls) == 2  # once to learn which indices it uses
 
 
 def test_functions_that_call_each_other_or_capture_nothing_yet():

@@ -396,7 +396,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
         return False
     kinds: Any = attributes.get("rope_type", "")  # a str, or a dict with one for each kind of layer
     for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-        if "dynamic" in kind or kind == "longrope":
+        if "dynamic" in str(kind) or kind == "longrope":
             return False  # the largest position, also of padding, determines the frequencies
     if module is encoder:
         return not overrides_methods(module)  # its hooks receive padded batches

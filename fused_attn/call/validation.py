@@ -210,6 +210,8 @@ def checked_norm(call: UncheckedNorm) -> NormCall:
     than kernels support.
     """
     shape = call.normalized_shape
+    if torch.jit.is_tracing():  # sizes of tensors are then tensors
+        shape = tuple([int(size) for size in shape])
     check_norm(call.input, shape, call.weight, call.bias, call.residual)
     input, residual = autocast_norm(call.input, call.residual)
     columns = math.prod(shape)

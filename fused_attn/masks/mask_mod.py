@@ -125,7 +125,8 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
     if 0 in shape:
         return Mask()
     if is_intercepted() or device.type == "meta":  # recognition reads values
-        return Mask(dense_masks=(_visible(mask_mod, shape, range(shape[2]), device),))
+        rows = slice(0, shape[2])  # a range would specialize a symbolic length
+        return Mask(dense_masks=(_visible(mask_mod, shape, rows, device),))
     used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
     return recognized(lambda rows: _visible(mask_mod, used, rows, device), used, shape, device)
 
@@ -242,18 +243,17 @@ def row_blocks(shape: Shape) -> Iterator[range]:
         yield range(start, min(start + size, seqlen_q))
 
 
-def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> Tensor:
+def _visible(mask_mod: Any, shape: Shape, rows: range | slice, device: torch.device) -> Tensor:
     """Return the visible positions of some rows: bool (batch, num_heads, rows, seqlen_k).
 
     For a union, batch and num_heads may be 1.
     """
     batch, heads, _, seqlen_k = shape
+    start, count = rows.start, rows.stop - rows.start
     if isinstance(mask_mod, tuple):
         one, other = (mask._visible_rows(shape, rows, device) for mask in mask_mod)
-        return (one | other).expand(-1, -1, len(rows), seqlen_k)
+        return (one | other).expand(-1, -1, count, seqlen_k)
     from torch.nn.attention.flex_attention import create_mask
-
-    start = rows.start
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q = q + start
@@ -264,7 +264,7 @@ def _visible(mask_mod: Any, shape: Shape, rows: range, device: torch.device) -> 
         note_reads([*reads.read.values(), *reads.of(visible)])
         return visible
 
-    visible = create_mask(shifted, batch, heads, len(rows), seqlen_k, device)
+    visible = create_mask(shifted, batch, heads, count, seqlen_k, device)
     if visible.dtype != torch.bool:
         raise TypeError(f"mask_mod must return bool, got {visible.dtype}")
     return visible

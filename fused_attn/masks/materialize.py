@@ -77,15 +77,16 @@ def materialize(
 
 
 def _visible_rows(
-    mask: Mask, shape: tuple[int, int, int, int], rows: range, device: torch.device
+    mask: Mask, shape: tuple[int, int, int, int], rows: range | slice, device: torch.device
 ) -> Tensor:
     """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
     seqlen_k)."""
     batch, heads, _, seqlen_k = shape
     spec = spec_of_mask(mask, *shape, device)
-    spec = replace(spec, **cut_tensors(spec, q=slice(rows.start, rows.stop)))
+    start, count = rows.start, rows.stop - rows.start
+    spec = replace(spec, **cut_tensors(spec, q=slice(start, rows.stop)))
     visible, _ = materialize(
-        spec, batch, heads, len(rows), seqlen_k, device, torch.float32, first_row=rows.start
+        spec, batch, heads, count, seqlen_k, device, torch.float32, first_row=start
     )
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if visible is None else visible
 

@@ -121,7 +121,8 @@ class MaskSpec(Flat):
             return "structured"
         if self.band_hi >= UNLIMITED:
             return "none"
-        return "causal" if self.band_hi == 0 else "structured"
+        # Comparing symbolic lengths would restrict programs of torch.export to some lengths.
+        return "causal" if isinstance(self.band_hi, int) and self.band_hi == 0 else "structured"
 
     def has_other_terms(self) -> bool:
         """Return True if a part other than `bias` may mask positions or add to the scores."""
@@ -424,7 +425,7 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
         raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
-        if have not in (1, want):
+        if have != 1 and have != want:  # Dynamo cannot search for symbolic sizes
             # In self-attention, a transposed layout passes all earlier checks. The mask is the
             # first argument whose shape does not fit.
             swapped = shape[2] == shape[3] != shape[1] > 1

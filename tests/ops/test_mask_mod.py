@@ -201,6 +201,31 @@ def test_packed_sequences_and_graphs():
     torch.testing.assert_close(compiled(query), attend(query))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.from_mask_mod(lambda b, h, q, k: q - k <= h),
+        lambda: masks.causal() | masks.sliding_window(1, 1),
+        lambda: masks.causal("bottom_right"),
+    ],
+    ids=["function", "union", "bottom right"],
+)
+def test_graphs_of_dynamic_lengths(make):
+    class Attend(torch.nn.Module):
+        def forward(self, query, key):
+            return fused_attn.scaled_dot_product_attention(query, key, key, make())
+
+    module, of = Attend(), {2: torch.export.Dim.DYNAMIC}
+    example = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 14, 8)
+    program = torch.export.export(module, example, dynamic_shapes=(of, of)).module()
+    compiled = torch.compile(module, backend="eager", dynamic=True, fullgraph=True)
+    for lengths in ((9, 14), (12, 12), (12, 20)):
+        tensors = [torch.randn(2, 4, length, 8) for length in lengths]
+        expected = module(*tensors)
+        for graph in (program, compiled):
+            torch.testing.assert_close(graph(*tensors), expected)
+
+
 def test_each_shape_is_evaluated_once():
     calls = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nn_helpers import Called
 
-from fused_attn import layer_norm, masks, nn, scaled_dot_product_attention
+from fused_attn import layer_norm, masks, nn, rms_norm, scaled_dot_product_attention
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
@@ -53,6 +53,7 @@ CASES = {
         (torch.tensor([0, 0, 0, 1, 1, 1]),),
     ),
     "norm": (lambda q, k, v: layer_norm(q, (D,)), ()),
+    "norm of a traced size": (lambda q, k, v: rms_norm(q, k.shape[-1:]), ()),
 }
 
 

@@ -52,7 +52,7 @@ def layer_norm(
         if not input.is_cpu or input.is_nested or any_autocast():
             return None
         if wanted_backend(compiling=False) or (weight is None and bias is not None):
-            return None  # torch (2.13) has no second derivatives of a bias alone, or none at all
+            return None  # torch (2.13) lacks derivatives of a bias without a weight
         total = input if residual is None else residual + input
         return torch.layer_norm(total, shape, weight, bias, eps), total  # type: ignore[arg-type]
     except (AttributeError, IndexError, RuntimeError, TypeError):

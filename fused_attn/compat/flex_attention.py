@@ -41,7 +41,7 @@ from fused_attn import functional, masks
 from fused_attn.base.torch_state import in_transform
 from fused_attn.call.attention import default_scale
 from fused_attn.integrations.bytecode import codes
-from fused_attn.masks.mask_mod import Shape, Uses, row_blocks
+from fused_attn.masks.mask_mod import Shape, row_blocks, used_shape
 
 __all__ = [
     "AuxOutput",
@@ -322,7 +322,7 @@ def _applied(
 
 def _used(score_mod: ScoreMod, shape: Shape, device: torch.device) -> Shape:
     """Return the shape with size 1 for batch and heads if a score_mod does not depend on them."""
-    if in_transform():  # which would hide the positions from `Uses`
+    if in_transform():  # which would hide the positions from `used_shape`
         return shape
     score = torch.zeros((), device=device)
-    return Uses.shape(lambda *positions: score_mod(score, *positions), shape, device)
+    return used_shape(lambda *positions: score_mod(score, *positions), shape, device)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fused_attn.base.torch_state import batched, is_compiling, is_intercepted
@@ -127,7 +126,7 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
     if is_intercepted() or device.type == "meta":  # recognition reads values
         rows = slice(0, shape[2])  # a range would specialize a symbolic length
         return Mask(dense_masks=(_visible(mask_mod, shape, rows, device),))
-    used = shape if isinstance(mask_mod, tuple) else Uses.shape(mask_mod, shape, device)
+    used = shape if isinstance(mask_mod, tuple) else used_shape(mask_mod, shape, device)
     return recognized(lambda rows: _visible(mask_mod, used, rows, device), used, shape, device)
 
 
@@ -172,39 +171,10 @@ def recognized(
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
-class Uses(TorchDispatchMode):
-    """Records which of some tensors are arguments of torch's operations."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        super().__init__()
-        self.tensors, self.used = tensors, [False] * len(tensors)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if not function.__name__.startswith("new_"):  # new_* functions use only device and dtype
-            for argument in tree_leaves((args, kwargs)):
-                for i, tensor in enumerate(self.tensors):
-                    self.used[i] |= argument is tensor
-        return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def shape(cls, function: MaskMod, shape: Shape, device: torch.device) -> Shape:
-        """Return the shape, with size 1 for batch and heads if the function does not use them."""
-        b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
-        with cls(b, h) as uses:
-            result = function(b, h, q, k)
-        batch, heads = (
-            n if used or result is index else 1
-            for n, used, index in zip(shape[:2], uses.used, (b, h), strict=True)
-        )
-        return (batch, heads, *shape[2:])
-
-
 class Reads(TorchFunctionMode):
-    """Records the tensors whose values functions of torch read, but did not make, under vmap.
+    """Records the tensors whose values functions of torch read, but did not make.
 
-    Arguments of the vectorized function, and what is computed from them, are not recorded.
+    Under vmap, arguments of the vectorized function and what is computed from them are omitted.
     """
 
     def __init__(self) -> None:
@@ -216,8 +186,8 @@ class Reads(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = self.of(result)
-        if made or function.__name__ not in _METADATA:
+        made, name = self.of(result), function.__name__
+        if not name.startswith("new_") and (made or name not in _METADATA):
             self.read |= {id(tensor): tensor for tensor in self.of((args, kwargs))}
         self.made |= {id(t): t for t in made if id(t) not in self.read}  # in-place functions
         return result
@@ -233,6 +203,16 @@ class Reads(TorchFunctionMode):
 
 # Names of methods and attributes that read no values, unless they return a tensor.
 _METADATA = {"__get__", "__len__", "dim", "numel", "size", "stride"}
+
+
+def used_shape(function: MaskMod, shape: Shape, device: torch.device) -> Shape:
+    """Return the shape, with size 1 for batch and heads if the function does not use them."""
+    b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    with Reads() as reads:
+        result = function(b, h, q, k)
+    used = {*reads.read, *map(id, reads.of(result))}
+    batch, heads = (n if id(i) in used else 1 for n, i in zip(shape[:2], (b, h), strict=True))
+    return (batch, heads, *shape[2:])
 
 
 def row_blocks(shape: Shape) -> Iterator[range]:

@@ -20,6 +20,7 @@ from measure import CpuMeter
 from rival_attention import attempt, onnxruntime_options, openvino_options
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.mkldnn import to_mkldnn
 
 import fused_attn
 from fused_attn.backends import cpp
@@ -177,6 +178,10 @@ def ways(name: str, model: Module, inputs: Inputs, folder: Path) -> Iterator[tup
         suffix = ", bfloat16" if bfloat16 else ""
         yield "fused_attn" + suffix, lambda bfloat16=bfloat16: in_torch(swapped, bfloat16)
         yield "torch" + suffix, lambda bfloat16=bfloat16: in_torch(model, bfloat16)
+    # torch's float32 linear layers run on MKL, which uses AVX2 on AMD; to_mkldnn selects oneDNN.
+    for way, source in ("fused_attn", swapped), ("torch", model):
+        layers = to_mkldnn(copy.deepcopy(source))
+        yield f"{way}, to_mkldnn", lambda layers=layers: in_torch(layers, False)
     path = exported(model, inputs, folder)
     for suffix, precision in (("", "f32"), (", bfloat16", "bf16"))[: 1 + multiplies_bfloat16]:
         yield "openvino" + suffix, lambda precision=precision: in_openvino(path, precision)

@@ -334,6 +334,23 @@ def test_implementations_may_be_chosen_before_and_after(packings):
     assert packings[-1] is None
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("swapped_first", [True, False])
+@pytest.mark.parametrize("name", ["Bert", "ModernBert"])
+def test_linear_layers_of_mkldnn(name, swapped_first, packings):
+    """`torch.utils.mkldnn.to_mkldnn`, before or after the swap, leaves packing in place."""
+    from torch.utils.mkldnn import to_mkldnn
+
+    net, batch = model(name, torch.float32), inputs(REAL["right"])
+    expected = Tokens(net, REAL["right"])(**batch)
+    steps = [fused_attn.swap_modules, to_mkldnn]
+    for step in steps if swapped_first else reversed(steps):
+        step(net)
+    with torch.no_grad():
+        torch.testing.assert_close(Tokens(net, REAL["right"])(**batch), expected)
+    assert packings[-1] is not None
+
+
 @pytest.mark.parametrize("name", ["Bert", "ModernBert"])
 def test_copies_and_pickles(name):
     fused, call = model(name), inputs(REAL["right"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,10 +266,12 @@ def _unpickled(source: type[Module]) -> Module:
 
 
 def _weight(encoder: Any) -> Tensor:
-    """Return a parameter (*, width): the embeddings of a model, or the first matrix of a stack."""
+    """Return a tensor (*, width): the embeddings of a model, or the first matrix of a stack."""
     if isinstance(encoder, PackedModel):
         return cast(Tensor, cast(Any, encoder).get_input_embeddings().weight)
-    return next(p for p in encoder.parameters() if p.dim() == 2 and p.is_floating_point())
+    # torch.utils.mkldnn.to_mkldnn makes the matrices buffers.
+    tensors = itertools.chain(encoder.parameters(), encoder.buffers())
+    return next(x for x in tensors if x.dim() == 2 and x.is_floating_point())
 
 
 @contextmanager
@@ -402,10 +405,13 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
         return not overrides_methods(module)  # its hooks receive padded batches
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):
         return True
+    own: type[Module] = type(module)
     known = (encoder.source.__module__, "transformers.activations")
     return is_unmodified(module, _collects_outputs) and (
-        type(module) in (*TOKENWISE_MODULES, ModuleList)
-        or getattr(type(module), "source", type(module)).__module__ in known
+        own in (*TOKENWISE_MODULES, ModuleList)
+        or getattr(own, "source", own).__module__ in known
+        # Importing this class warns that torch.jit is deprecated.
+        or (own.__module__, own.__name__) == ("torch.utils.mkldnn", "MkldnnLinear")
     )
 
 

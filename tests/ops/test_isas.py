@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import pytest
 import torch
 from helpers import (
@@ -138,6 +141,58 @@ def test_nan_remains_nan_whatever_its_bits(bits, isa):
     out, lse = functional.scaled_dot_product_attention(query, key, value, return_lse=True)
     assert out.isnan().all()
     assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FFF8000], ids=hex)
+@pytest.mark.parametrize("seqlen_q", [4, 40])
+def test_nan_of_a_wider_type_remains(seqlen_q, bits, isa):
+    """Rounding to bfloat16 does not turn the NaN of a float32 bias or dlse into a number."""
+    tensors = [
+        torch.randn(1, 1, n, 32, generator=drawn(2)).bfloat16().requires_grad_()
+        for n in (seqlen_q, 64, 64)
+    ]
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    bias = torch.zeros(seqlen_q, 64)
+    bias[1, 7] = nan
+    out, lse = functional.scaled_dot_product_attention(*tensors, bias, return_lse=True)
+    assert out[0, 0, 1].isnan().all() and lse[0, 0, 1].isnan()
+    assert out[0, 0, 2:].isfinite().all()
+    _, lse = functional.scaled_dot_product_attention(*tensors, return_lse=True)
+    grad_query, _ = torch.autograd.grad(lse, tensors[:2], nan.expand_as(lse))
+    assert grad_query.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_dropped_nan_values_do_not_spread(dtype, isa):
+    """A NaN value reaches only the rows whose dropout keeps it, with few and with many queries."""
+    query, key, value = (
+        torch.randn(1, 1, n, 64, generator=drawn(1)).to(dtype) for n in (40, 200, 200)
+    )
+    call = functools.partial(functional.scaled_dot_product_attention, dropout_p=0.5, seed=3)
+    kept = call(query, key, torch.eye(200, dtype=dtype)[None, None])[0, 0, :, 7] > 0
+    value[0, 0, 7] = torch.nan
+    for n in (4, 40):
+        assert torch.equal(call(query[:, :, :n], key, value)[0, 0].isnan().all(-1), kept[:n])
+
+
+@pytest.mark.parametrize("seqlen_q", [4, 40])
+def test_tiny_scales(seqlen_q, isa):
+    """Weights are equal with a tiny scale, although lse / scale is infinite in float32."""
+    query, key, value = (
+        torch.randn(1, 1, n, 32, generator=drawn(1)).requires_grad_() for n in (seqlen_q, 128, 128)
+    )
+    out = functional.scaled_dot_product_attention(query, key, value, scale=1.2e-38)
+    (grad_value,) = torch.autograd.grad(out.sum(), value)
+    torch.testing.assert_close(grad_value, torch.full_like(value, seqlen_q / 128))
+
+
+def test_heads_without_features(isa):
+    """With head_dim 0, all keys have the same weight."""
+    query, key, value = (torch.zeros(1, 2, n, 0, requires_grad=True) for n in (40, 8, 8))
+    out, lse = functional.scaled_dot_product_attention(query, key, value, return_lse=True)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(8)))
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (query, key, value))
+    assert [grad.shape for grad in grads] == [x.shape for x in (query, key, value)]
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["full", "bias"])

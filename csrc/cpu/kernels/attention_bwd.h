@@ -168,7 +168,7 @@ class AttentionBwd : BwdTile<T> {
     const int64_t query_tile_size =
         2 * (P::right_size(wide_, kRows) + P::right_size(wide_v_, kRows));
     const int64_t fit =
-        kChunkBytes / (query_tile_size * static_cast<int64_t>(sizeof(RightElement)));
+        kChunkBytes / max64(query_tile_size * static_cast<int64_t>(sizeof(RightElement)), 1);
     chunk_ = min64(query_tiles, max64(fit / kGroup, 1) * kGroup);
     Base::place_tile(chunk_, true);
     const int64_t rows = round_up(keys, kBlockN);

@@ -60,7 +60,7 @@ struct ResultRows {
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
     const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
-    scaled = !plain || !(p.scale >= 0x1p-126);  // a smaller scale may be 0 in float32
+    scaled = !plain || !(p.scale >= 0x1p-100);  // lse over a smaller scale may be infinite
     natural = scaled ? 1 : p.scale;
   }
   bool scaled;     // finish_scores() applies the scale
@@ -113,7 +113,10 @@ inline bool load_lse(const AttentionBwdParams& bwd, bool exists, int64_t at, dou
   const A high = static_cast<const A*>(bwd.fwd.lse)[at];
   if (high == -static_cast<A>(__builtin_inf())) return false;
   in_units(high, static_cast<const A*>(bwd.fwd.lse_residual)[at], unit, lse, lse_lost);
-  if (bwd.grad_lse != nullptr) *grad_lse = static_cast<const A*>(bwd.grad_lse)[at];
+  if (bwd.grad_lse != nullptr) {
+    const A x = static_cast<const A*>(bwd.grad_lse)[at];
+    *grad_lse = x == x ? x : static_cast<A>(__builtin_nan(""));  // as in exp2_nearest
+  }
   return true;
 }
 

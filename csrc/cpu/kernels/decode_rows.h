@@ -103,14 +103,14 @@ class DecodeRows {
     } else {
       for_rows([&](auto count, int64_t r) { score_rows<count>(key, n, r); });
     }
-    bool partial = false;
+    bool hides = p_.dropout_p > 0;
     for (int64_t g = 0; g < shape_.group; ++g) {
-      partial = partial || kinds_[g] != Tile::kFull;
+      hides = hides || kinds_[g] != Tile::kFull;
       weigh({b, h_kv * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
     }
     ahead_ = {in_place(keys_, j + kDecodeKeys, kDecodeKeys), p_.head_dim};
-    // A masked value may be NaN, and 0 * NaN is NaN.
-    if (partial && !all_finite(value, n)) {
+    // A masked or dropped value may be NaN, and 0 * NaN is NaN.
+    if (hides && !all_finite(value, n)) {
       for (int64_t r = 0; r < shape_.rows; ++r) add_visible_values(value, n, r);
       return;
     }

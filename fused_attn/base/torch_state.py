@@ -92,9 +92,19 @@ def batched(*tensors: Tensor | None) -> bool:
 def transformed() -> bool:
     """Return True under a torch.func transform or forward-mode AD, which no kernel supports.
 
-    Under torch.compile the result is False.
+    Under torch.compile the result is False, except for gradients per sample, vmap(grad(...)).
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _gradients_per_sample()
     return not is_compiling() and in_transform()
+
+
+@traced_as_constant
+def _gradients_per_sample() -> bool:
+    """Return True in vmap and grad, which together cannot trace a torch.autograd.Function."""
+    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    kinds = torch._C._functorch.TransformType
+    return kinds.Vmap in keys and kinds.Grad in keys
 
 
 def in_transform() -> bool:

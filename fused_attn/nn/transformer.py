@@ -17,7 +17,7 @@ from fused_attn.nn.attention import MultiheadAttention
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.mask_terms import combine, mask_terms
 from fused_attn.nn.packing import Packing, can_pack, is_unmodified, outside_graphs, packing_of
-from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
+from fused_attn.nn.replacement import FromTorch, fx_leaf, is_plain, replaces, torch_infers
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -116,7 +116,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
                 src_key_padding_mask=src_key_padding_mask,
             )
         if torch_zeroes and ignored is not None:
-            output = output.masked_fill(ignored[..., None], 0.0)
+            output = output.masked_fill(ignored[..., None].bool(), 0.0)
         output = output if self.norm is None else self.norm(output)
         return self._without_ignored(output, ignored)
 
@@ -139,7 +139,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         """
         if self.enable_nested_tensor or not getattr(self, "use_nested_tensor", False):
             return False
-        if mask is not None or ignored is None or ignored.dtype != torch.bool:
+        if mask is not None or ignored is None:
             return False
         tensors = (src, *self.layers[0].parameters())
         infers = (
@@ -154,7 +154,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         )
         if not infers or not getattr(self, "mask_check", True):
             return infers
-        return torch._nested_tensor_from_mask_left_aligned(src, ~ignored)
+        return torch._nested_tensor_from_mask_left_aligned(src, ignored.logical_not())
 
     def _choose_packing(
         self, src: Tensor, mask: Tensor | Mask | None, ignored: Tensor, is_causal: bool
@@ -366,12 +366,15 @@ def _share_masks(
     """Combine the masks into one Mask that caches derived data for the kernels of all layers.
 
     Returns the mask, key_padding_mask and is_causal arguments for each layer. They are unchanged
-    for other layer classes, which do not support Masks. They are also unchanged under
-    torch.compile, which eliminates common subexpressions.
+    for other layer classes, which do not support Masks, and for layers with hooks, which may read
+    them. They are also unchanged under torch.compile, which eliminates common subexpressions.
     """
     if mask is None and key_padding_mask is None:
         return mask, key_padding_mask, is_causal
-    if is_compiling() or not all(_takes_masks(m, attention) for m in layers):
+    if is_compiling() or not all(
+        _takes_masks(layer, attention) and is_plain(layer) and is_plain(getattr(layer, attention))
+        for layer in layers
+    ):
         return mask, key_padding_mask, is_causal
     module = getattr(layers[0], attention)
     batch_dim, length_dim = (0, 1) if module.batch_first else (1, 0)

@@ -1,5 +1,7 @@
 """fused_attn.nn under torch.compile, with gradients, and under torch.export."""
 
+import copy
+
 import pytest
 import torch
 from nn_helpers import (
@@ -77,6 +79,24 @@ def test_compile(case, compiler):
     compiled = torch.compile(module, fullgraph=True, backend=compiler)
     actual = {k.replace("_orig_mod.", ""): v for k, v in run(compiled, args, kwargs).items()}
     assert_equal_in_float64(actual, expected)
+
+
+def test_compiled_gradients_per_sample():
+    """torch.compile of vmap(grad(...)) returns the gradients of torch's module."""
+    theirs = nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64)
+    x = randn(3, 5, 2, EMBED)
+
+    def gradients(module):
+        def loss(params, x):
+            out, _ = torch.func.functional_call(module, params, (x, x, x), {"need_weights": False})
+            return out.sin().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        params = {name: p.detach() for name, p in module.named_parameters()}
+        return torch.compile(per_sample, backend="eager", fullgraph=True)(params, x)
+
+    ours = gradients(fnn.MultiheadAttention.from_torch(copy.deepcopy(theirs)))
+    torch.testing.assert_close(ours, gradients(theirs))
 
 
 def test_compile_with_dropout():

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 import fused_attn.nn as fnn
 from fused_attn import masks
+from fused_attn.base import small_calls
 
 LENGTH, BATCH = 9, 3
 IGNORED = {
@@ -228,6 +229,45 @@ def test_enable_nested_tensor_turns_packing_off(packings):
     out, expected = (s(x, src_key_padding_mask=ignored) for s in (fused(stack), stack))
     assert not packings
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+@pytest.mark.parametrize("norm", [True, False])
+def test_padded_rows_of_inference_are_those_of_torch(norm, dtype):
+    """Without packing, padded rows are those of torch's inference path for any type of mask."""
+    ignored = IGNORED["right"]
+    call = ignored if dtype == torch.bool else torch.zeros_like(ignored, dtype=dtype)
+    call = call.masked_fill(ignored, 1 if dtype == torch.bool else -torch.inf)
+    stack = encoder(norm).eval()
+    own = fused(stack)
+    own.enable_nested_tensor = False
+    x = randn(BATCH, LENGTH, EMBED)
+    with torch.no_grad():
+        torch.testing.assert_close(*(s(x, src_key_padding_mask=call) for s in (own, stack)))
+
+
+def test_training_packs_without_gradients_too(packings, monkeypatch):
+    """Reentrant checkpoints run the forward without gradients; its dropout must be repeated."""
+    limits = small_calls.limits._replace(packing_forward=1 << 40)
+    monkeypatch.setattr(small_calls, "limits", limits)
+    stack, x = fused(encoder()), randn(BATCH, LENGTH, EMBED)
+    for training in (True, False):
+        with torch.no_grad():
+            stack.train(training)(x, src_key_padding_mask=IGNORED["right"])
+        assert len(packings) == 1
+
+
+def test_hooks_see_the_masks_of_the_call():
+    """Hooks on layers and attention get the masks that were passed to the stack."""
+    stack, x, seen = fused(encoder()), randn(BATCH, LENGTH, EMBED), []
+
+    def note(module, args, kwargs):
+        seen.extend(v for k, v in kwargs.items() if k.endswith("key_padding_mask"))
+
+    stack.layers[1].register_forward_pre_hook(note, with_kwargs=True)
+    stack.layers[1].self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    stack(x, src_key_padding_mask=IGNORED["left"])
+    assert all(torch.equal(mask, IGNORED["left"]) for mask in seen) and len(seen) == 2
 
 
 def test_little_padding_is_not_packed(packings):

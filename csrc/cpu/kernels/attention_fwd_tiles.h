@@ -123,7 +123,8 @@ class AttentionFwdTiles {
         tile_{nullptr, nullptr, nullptr, unit_, &dropout_},
         dropout_(p) {
     const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
-    const int64_t fit = max64(kPackedBytes / max64(size * 2, 1), 1), all = div_up(p.seqlen_k, kTileKeys);
+    const int64_t fit = max64(kPackedBytes / max64(size * 2, 1), 1),
+                  all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
     slots_ = all <= fit ? min64(kAlive, max_query_tiles) : max_query_tiles;
   }

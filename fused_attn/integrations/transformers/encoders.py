@@ -370,7 +370,7 @@ def _choose_packing(
     `x` is any tensor of the encoder's width, `real`, (batch, seqlen) bool, is True for real tokens,
     and `bias`, of the same shape, is added to the scores.
     """
-    if must_stay_padded(x, real) or not saves_time(x, ~real):
+    if must_stay_padded(x, real) or not saves_time(x, ~real, encoder.training):
         return None
     if not is_compiling() and _is_collecting():
         return None

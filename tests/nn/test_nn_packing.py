@@ -238,10 +238,12 @@ def test_padded_rows_of_inference_are_those_of_torch(norm, dtype):
     ignored = IGNORED["right"]
     call = ignored if dtype == torch.bool else torch.zeros_like(ignored, dtype=dtype)
     call = call.masked_fill(ignored, 1 if dtype == torch.bool else -torch.inf)
-    stack = encoder(norm).eval()
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    last = torch.nn.LayerNorm(8, dtype=torch.float64) if norm else None
+    stack = perturb(torch.nn.TransformerEncoder(layer, 2, last)).eval()
     own = fused(stack)
     own.enable_nested_tensor = False
-    x = randn(BATCH, LENGTH, EMBED)
+    x = randn(BATCH, LENGTH, 8)
     with torch.no_grad():
         torch.testing.assert_close(*(s(x, src_key_padding_mask=call) for s in (own, stack)))
 

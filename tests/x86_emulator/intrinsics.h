@@ -159,9 +159,6 @@ __m512i _mm512_mask_blend_epi16(__mmask32 k, __m512i a, __m512i b) {
   return blend<int16_t>(k, b, a);
 }
 __m512i _mm512_mask_mov_epi32(__m512i a, __mmask16 k, __m512i b) { return blend<int32_t>(k, b, a); }
-__m512i _mm512_mask_and_epi32(__m512i other, __mmask16 k, __m512i a, __m512i b) {
-  return blend<int32_t>(k, a & b, other);
-}
 __m512i _mm512_mask_mov_epi64(__m512i a, __mmask8 k, __m512i b) { return blend<int64_t>(k, b, a); }
 __m512i _mm512_maskz_set1_epi32(__mmask16 k, int32_t x) {
   return blend<int32_t>(k, _mm512_set1_epi32(x), __m512i{});

@@ -42,10 +42,10 @@ class BwdQueryTiles {
         p_(p.fwd),
         scores_(p_),
         unit_(scores_.units.natural),
-        steps_(div_up(p_.head_dim, kTileSteps)),
+        steps_(tile_steps(p_.head_dim)),
         // head_dim_v is 0 in the backward of the attention weights, which does not use the values.
         // dP is then computed from zeros.
-        steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
+        steps_v_(tile_steps(p_.head_dim_v)) {}
 
   static int64_t query_tile_bytes(int64_t steps, int64_t steps_v) {
     return 4 * Pack::size(kTileQueries, steps + steps_v);

@@ -114,8 +114,7 @@ inline bool load_lse(const AttentionBwdParams& bwd, bool exists, int64_t at, dou
   if (high == -static_cast<A>(__builtin_inf())) return false;
   in_units(high, static_cast<const A*>(bwd.fwd.lse_residual)[at], unit, lse, lse_lost);
   if (bwd.grad_lse != nullptr) {
-    const A x = static_cast<const A*>(bwd.grad_lse)[at];
-    *grad_lse = x == x ? x : static_cast<A>(__builtin_nan(""));  // as in exp2_nearest
+    *grad_lse = with_plain_nan(static_cast<const A*>(bwd.grad_lse)[at]);
   }
   return true;
 }

@@ -116,15 +116,14 @@ class AttentionFwdTiles {
         mask_(mask),
         scores_(p),
         unit_(scores_.units.natural),
-        steps_(div_up(p.head_dim, kTileSteps)),
-        steps_v_(div_up(p.head_dim_v, kTileSteps)),
+        steps_(tile_steps(p.head_dim)),
+        steps_v_(tile_steps(p.head_dim_v)),
         wide_v_(steps_v_ * kTileSteps),
         max_query_tiles_(max_query_tiles),
         tile_{nullptr, nullptr, nullptr, unit_, &dropout_},
         dropout_(p) {
     const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
-    const int64_t fit = max64(kPackedBytes / max64(size * 2, 1), 1),
-                  all = div_up(p.seqlen_k, kTileKeys);
+    const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
     slots_ = all <= fit ? min64(kAlive, max_query_tiles) : max_query_tiles;
   }

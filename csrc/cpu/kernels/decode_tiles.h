@@ -40,8 +40,8 @@ class DecodeTiles {
         scores_(p),
         dropout_(p),
         unit_(scores_.units.natural),
-        steps_(div_up(p.head_dim, kTileSteps)),
-        steps_v_(div_up(p.head_dim_v, kTileSteps)),
+        steps_(tile_steps(p.head_dim)),
+        steps_v_(tile_steps(p.head_dim_v)),
         heads_of_query_tile_(max64(min64(kTileQueries / p.seqlen_q, shape.group), 1)),
         num_query_tiles_(div_up(shape.group, heads_of_query_tile_)) {}
 

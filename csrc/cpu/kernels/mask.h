@@ -9,6 +9,22 @@
 namespace fused_attn {
 namespace {
 
+// Replaces NaN by the one with the fewest bits. Weights and gradients are rounded to bfloat16 by an
+// addition to their bits, which turns NaN of a float32 bias, slope or dlse into numbers if its low
+// bits are ones.
+template <class A>
+inline A with_plain_nan(A x) {
+  return x == x ? x : static_cast<A>(__builtin_nan(""));
+}
+
+// Returns the sum of scores and their bias. The sum alone would not mask NaN: NaN + -inf is NaN.
+template <class A>
+inline Vec<A> biased(Vec<A> score, Vec<A> bias) {
+  const Vec<A> nan = broadcast<A>(static_cast<A>(__builtin_nan("")));
+  const Vec<A> sum = bias == bias ? score + bias : nan;
+  return bias == -static_cast<A>(__builtin_inf()) ? bias : sum;
+}
+
 // Number of keys in a KV block. Its float32 scores for 32 queries take 16 KiB, half of a 32 KiB L1
 // cache.
 constexpr int64_t kBlockN = 128;
@@ -278,15 +294,12 @@ class MaskView {
     }
   }
 
-  static void add_to(Vec<A> bias, A* scores) {
-    // The sum alone would not mask NaN: NaN + -inf is NaN.
-    store(scores, bias == minus_infinity() ? bias : load(scores) + bias);
-  }
+  static void add_to(Vec<A> bias, A* scores) { store(scores, biased<A>(load(scores), bias)); }
 
   void add_alibi(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                  A* scores) const {
-    const A slope =
-        static_cast<A>(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]);
+    const A slope = with_plain_nan(
+        static_cast<A>(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]));
     const int64_t offset = bounds(b).alibi_offset;
     VecI first[2];
     for (int l = 0; l < kRows; ++l) {

@@ -105,12 +105,9 @@ class BlockMask {
         bias_row(row_of<BFloat16>(mask_->bias, i), row);
         break;
     }
-    const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
     for (int64_t t = 0; t < kKeys; t += kLane) {
       A* const at = scores + t / kLane * stride;
-      const Vec<A> bias = fused_attn::load(row + t);
-      // The sum alone would not mask NaN: NaN + -inf is NaN.
-      store(at, bias == nothing ? bias : fused_attn::load(at) + bias);
+      store(at, biased<A>(fused_attn::load(at), fused_attn::load(row + t)));
     }
   }
 
@@ -130,8 +127,8 @@ class BlockMask {
   }
 
   void add_alibi(int64_t i, A* scores, int64_t stride) const {
-    const A slope = static_cast<A>(
-        mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]);
+    const A slope = with_plain_nan(static_cast<A>(
+        mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]));
     // Uses a table, because a vector built lane by lane would be rebuilt for each row.
     Vec<Int<A>> ahead =
         static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_) - fused_attn::load(kLaneIndex);

@@ -163,7 +163,6 @@ FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float
   constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
   constexpr int kDegree = sizeof(kPoly) / sizeof(float);
   constexpr float kLowest = C::kRound + C::kUnderflow;
-  constexpr uint32_t kQuietNan = 0x7FC00000;
   const Vec<float> high = broadcast<float>(unit.high), low = broadcast<float>(unit.low);
   const Vec<float> round = broadcast<float>(C::kRound);
   Vec<float> shifted[kCount], r[kCount], p[kCount];
@@ -179,15 +178,14 @@ FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float
   for (int i = 0; i < kCount; ++i) {
     const Vec32 result = (Vec32)p[i] + ((Vec32)shifted[i] << C::kMantissaBits);
     // The result is 0 if it would be subnormal, and NaN if x is. The addition could make any number
-    // of the bits of NaN, and so could a later rounding if all of them were kept.
-    const Vec32 otherwise = (Vec32)max<float>(Vec<float>{}, x[i]);
+    // of the bits of NaN.
+    const Vec<float> otherwise = max<float>(Vec<float>{}, x[i]);
 #if defined(__AVX512F__)
-    const __mmask16 tiny =
-        _mm512_cmp_ps_mask((__m512)shifted[i], _mm512_set1_ps(kLowest), _CMP_NGE_UQ);
-    x[i] = (Vec<float>)_mm512_mask_and_epi32((__m512i)result, tiny, (__m512i)otherwise,
-                                             _mm512_set1_epi32(kQuietNan));
+    const __mmask16 normal =
+        _mm512_cmp_ps_mask((__m512)shifted[i], _mm512_set1_ps(kLowest), _CMP_GE_OQ);
+    x[i] = (Vec<float>)_mm512_mask_mov_epi32((__m512i)otherwise, normal, (__m512i)result);
 #else
-    x[i] = (Vec<float>)(shifted[i] >= kLowest ? result : otherwise & kQuietNan);
+    x[i] = shifted[i] >= kLowest ? (Vec<float>)result : otherwise;
 #endif
   }
 }

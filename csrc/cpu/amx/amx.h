@@ -12,14 +12,14 @@ namespace fused_attn {
 namespace {
 
 constexpr int64_t kTileRows = 16, kTileSteps = 32;  // kTileSteps: 16-bit elements per row
+constexpr int64_t kTileNumbers = kTileRows * kTileSteps, kTileSums = kTileRows * 16;
+// Left operands and accumulators are stored as two adjacent tiles, which hold 32 consecutive rows.
+constexpr int64_t kPairNumbers = 2 * kTileNumbers, kPairSums = 2 * kTileSums;
 
 // Returns the number of tiles for `dim` features. Heads without features have a tile of zeros.
 constexpr int64_t tile_steps(int64_t dim) {
   return dim <= kTileSteps ? 1 : (dim + kTileSteps - 1) / kTileSteps;
 }
-constexpr int64_t kTileNumbers = kTileRows * kTileSteps, kTileSums = kTileRows * 16;
-// Left operands and accumulators are stored as two adjacent tiles, which hold 32 consecutive rows.
-constexpr int64_t kPairNumbers = 2 * kTileNumbers, kPairSums = 2 * kTileSums;
 
 // Configures the tile registers of the calling thread. The destructor releases them.
 class TileRegisters {

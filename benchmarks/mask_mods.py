@@ -1,11 +1,11 @@
-"""Masks of attn-gym by `masks.from_mask_mod`: results, and times against FlexAttention on a CPU.
+"""Masks of attn-gym by `masks.from_mask_mod`: results, times and memory against FlexAttention.
 
     pip install --no-deps attn-gym==0.0.17
     python benchmarks/mask_mods.py
 
-Each mask must give the results and gradients of its dense form. FlexAttention is compiled, and its
-calls alternate with ours. It has no gradients on CPUs. The last row compares a causal mask_mod with
-masks.causal(), at 8,192 tokens.
+Runs on a CPU. Each mask must give the results and gradients of its dense form. FlexAttention is
+compiled, and its calls alternate with ours. It has no gradients on CPUs. The last row compares a
+causal mask_mod with masks.causal(), at 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -105,11 +105,14 @@ def measure(name: str) -> dict[str, Any]:
     except Exception as error:
         print(f"{name}: FlexAttention does not compile: {str(error).splitlines()[0]}")
     times = milliseconds(*calls)
+    memory = [CpuMeter().memory(call) for call in calls]
     torch.compiler.reset()
     return {
         "mask": name, "lengths": lengths, "kind": kind, "evaluated_ms": round(1e3 * seconds, 1),
         "fused_attn_ms": round(times[0], 3),
         "flex_attention_ms": round(times[1], 3) if len(times) > 1 else None,
+        "fused_attn_bytes": memory[0],
+        "flex_attention_bytes": memory[1] if len(times) > 1 else None,
     }  # fmt: skip
 
 

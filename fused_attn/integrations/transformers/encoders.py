@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -270,7 +269,7 @@ def _weight(encoder: Any) -> Tensor:
     if isinstance(encoder, PackedModel):
         return cast(Tensor, cast(Any, encoder).get_input_embeddings().weight)
     # torch.utils.mkldnn.to_mkldnn makes the matrices buffers.
-    tensors = itertools.chain(encoder.parameters(), encoder.buffers())
+    tensors = (*encoder.parameters(), *encoder.buffers())
     return next(x for x in tensors if x.dim() == 2 and x.is_floating_point())
 
 

@@ -158,7 +158,7 @@ def swap_modules(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _register_integrations(model)
     report = SwapReport()
-    fused = sum(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules())
+    fused = sum(isinstance(module, FromTorch) for module in model.modules())
     if fused:
         report.notes.append(f"modules that were already fused: {fused}")
     # Keyed by module id, because a module may be registered under several names.
@@ -213,7 +213,7 @@ def _fallback_warnings(model: Module) -> list[str]:
 
 def contains_fused_modules(model: Module) -> bool:
     """Return True if `model` contains a fused module or a transformers model on "fused_attn"."""
-    if any(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules()):
+    if any(isinstance(module, FromTorch) for module in model.modules()):
         return True
     return any(
         hf_model.config._attn_implementation == "fused_attn"
@@ -235,7 +235,7 @@ def _register_integrations(model: Module) -> None:
 
 def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
     """Return the fused class for the class of `module` or one of its bases; None to skip it."""
-    if isinstance(module, tuple(REPLACEMENTS.values())):
+    if isinstance(module, FromTorch):
         return None
     for source, target in REPLACEMENTS.items():
         if isinstance(module, source):

@@ -6,7 +6,6 @@ The backend passes each call to the module, with the additional fields of the pa
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -252,10 +251,9 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tens
 def _weights_fields(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call with an empty value, which the weights do not need, and fields for lse."""
-    query, key = call.query, call.key
-    call = replace(call, value=key.new_empty(*key.shape[:3], 0)).kernel_layout()
-    out = query.new_empty(*query.shape[:3], 0)
+    """Return the call with an empty value, and fields for lse."""
+    call = call.without_value().kernel_layout()
+    out = call.query.new_empty(*call.query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
 
 

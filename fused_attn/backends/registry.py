@@ -120,6 +120,14 @@ def default_backend(device: torch.device) -> Backend | None:
     return first_on(device, verdicts.changes)
 
 
+def default_with(method: str, device: torch.device) -> Backend | None:
+    """Return the default backend of a device, if it implements an optional method of `Backend`."""
+    backend = default_backend(device)
+    if backend is None or getattr(type(backend), method) is getattr(Backend, method):
+        return None
+    return backend
+
+
 @functools.cache
 def _first_on(device: torch.device, changes: int) -> Backend | None:
     """Return the default backend of a device, or None if the choice depends on the problem.

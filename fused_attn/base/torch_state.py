@@ -20,7 +20,6 @@ _batched_by_vmap = torch._C._functorch.is_batchedtensor
 TENSOR_TYPES = frozenset({Tensor, Parameter})  # the types without overridden operations
 PLAIN_TYPES = TENSOR_TYPES | {type(None)}
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # dtypes of operands
-_CPU = torch.device("cpu")
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -177,7 +176,7 @@ def stream_of(device: torch.device) -> int:
     Caches have a separate entry for each stream, because a value cached on another stream might not
     be computed yet, and its memory might be reused while a kernel reads it.
     """
-    if device == _CPU or device.type != "cuda":
+    if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)

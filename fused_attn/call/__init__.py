@@ -1,1 +1,1 @@
-"""Attention and norm calls as objects: their validation, packed sequences, and shards."""
+"""Attention and norm calls as objects: their validation, packed sequences, KV caches and counts."""

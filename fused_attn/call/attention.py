@@ -12,7 +12,7 @@ backends and the fake implementations of the ops. The C++ module for CPUs comput
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -238,6 +238,10 @@ class AttentionCall(Flat):
         """Dtype of out and of the gradients of query, key and value."""
         own = self.query.dtype
         return statistics_dtype(own) if self.options.partial else own
+
+    def without_value(self) -> AttentionCall:
+        """Return the call with an empty value, which attention weights do not need."""
+        return replace(self, value=self.key.new_empty(*self.key.shape[:3], 0))
 
     def sizes(self) -> tuple[int, int, int]:
         """Return (batch, seqlen_q, seqlen_k); for packed sequences see `MaskSpec.sizes`."""

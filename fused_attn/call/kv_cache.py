@@ -227,7 +227,7 @@ def with_cache_lengths(
 
 
 def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpec:
-    """Return the MaskSpec of a step without attn_mask, on a CPU.
+    """Return the MaskSpec of a step without attn_mask; on a CPU if lengths differ.
 
     Keys and values end at the longest sequence, so it has no padding if all have one length. If
     they differ, building it here is faster than `spec_of_mask`.

@@ -41,7 +41,8 @@ from fused_attn import functional, masks
 from fused_attn.base.torch_state import in_transform
 from fused_attn.call.attention import default_scale
 from fused_attn.integrations.bytecode import codes
-from fused_attn.masks.mask_mod import Shape, row_blocks, used_shape
+from fused_attn.masks.fields import Shape
+from fused_attn.masks.mask_mod import row_blocks, used_shape
 
 __all__ = [
     "AuxOutput",

@@ -206,18 +206,13 @@ def _roles(groups: list[Ranks], method: Method, own: Prepared) -> tuple[Ranks | 
         # returned. Ring: about the keys and values that a query attends to.
         rows = own.shards.queries.length / size * (1 - 1 / size)
         by_heads = (2 * num_heads + 2 * max(num_heads_kv, size)) * rows / size
-        by_keys = 2 * num_heads_kv * _mean_visible(own)
+        visible = _cached_on_mask(
+            own.spec, ("mean work", *own.shape), query.device,
+            lambda: VisibleKeys(own.spec, own.shape).mean_work,
+        )  # fmt: skip
+        by_keys = 2 * num_heads_kv * visible
         method = "all_to_all" if by_heads < by_keys else "ring"
     return (None, groups[0]) if method == "all_to_all" else (groups[0], None)
-
-
-def _mean_visible(own: Prepared) -> float:
-    """Return the mean number of keys that a query attends to."""
-    spec, shape = own.spec, own.shape
-    memo_key = ("mean work", *shape)
-    return _cached_on_mask(
-        spec, memo_key, own.inputs.query.device, lambda: VisibleKeys(spec, shape).mean_work
-    )
 
 
 def with_seed(

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_attn.masks.intervals import Intervals, Shape, intervals_of
+from fused_attn.masks.fields import Shape
+from fused_attn.masks.intervals import Intervals, intervals_of
 from fused_attn.masks.spec import MaskSpec
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+Shape = tuple[int, int, int, int]  # batch, num_heads, seqlen_q, seqlen_k
 # Dimensions of each tensor: b batch, h heads, q queries, k keys, w words of 64 keys, or a constant
 # size. Those named by a lower-case letter may have size 1 and are then broadcast.
 DIMENSIONS = {

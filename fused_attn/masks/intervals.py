@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable
-from fused_attn.masks.fields import refuse_unknown_fields
+from fused_attn.masks.fields import Shape, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec
 from fused_attn.masks.tables import without_tables
-
-Shape = tuple[int, int, int, int]
 
 
 class Rows(NamedTuple):

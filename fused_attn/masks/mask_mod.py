@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fused_attn.base.torch_state import batched, is_compiling, is_intercepted
+from fused_attn.masks.fields import Shape
 from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
 from fused_attn.masks.memo import note_reads
 from fused_attn.masks.tables import packed, shown_by_intervals
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Shape = tuple[int, int, int, int]
 
 # Maximum number of positions per evaluation: 4 MiB of bool, 8 times that for intermediate results.
 CHUNK = 1 << 22

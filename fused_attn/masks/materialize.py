@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.masks.fields import refuse_unknown_fields
+from fused_attn.masks.fields import Shape, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.restrict import cut_tensors
 from fused_attn.masks.spec import BOUNDS, MaskSpec, reduced, spec_of_mask
@@ -76,9 +76,7 @@ def materialize(
     return reduced(conditions, torch.logical_and), bias_
 
 
-def _visible_rows(
-    mask: Mask, shape: tuple[int, int, int, int], rows: range | slice, device: torch.device
-) -> Tensor:
+def _visible_rows(mask: Mask, shape: Shape, rows: range | slice, device: torch.device) -> Tensor:
     """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
     seqlen_k)."""
     batch, heads, _, seqlen_k = shape

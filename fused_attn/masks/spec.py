@@ -25,7 +25,7 @@ from fused_attn.base.torch_state import (
     statistics_dtype,
 )
 from fused_attn.masks.band import Band, band_with_lengths
-from fused_attn.masks.fields import DIMENSIONS, unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, Shape, unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.mask_mod import resolved
 from fused_attn.masks.memo import Memo, cacheable, recall, recall_eager
@@ -123,13 +123,6 @@ class MaskSpec(Flat):
             return "none"
         # Comparing symbolic lengths would restrict programs of torch.export to some lengths.
         return "causal" if isinstance(self.band_hi, int) and self.band_hi == 0 else "structured"
-
-    def has_other_terms(self) -> bool:
-        """Return True if a part other than `bias` may mask positions or add to the scores."""
-        without_bias = replace(
-            self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None
-        )
-        return without_bias.kind != "none"
 
     def added_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype of the bias added to the scores; None if nothing is added.
@@ -231,7 +224,7 @@ def spec_of(
     if attn_mask.device != query.device or attn_mask.is_neg() or not savable(attn_mask):
         return None
     try:
-        attn_mask = _as_4d("attn_mask", attn_mask, shape)
+        attn_mask = _as_4d(attn_mask, shape)
     except ValueError:
         return None
     dtype = attn_mask.dtype
@@ -241,7 +234,7 @@ def spec_of(
     return MaskSpec(bias=attn_mask) if dtype in (query.dtype, torch.float32) else None
 
 
-def _convert(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
+def _convert(mask: Mask, shape: Shape, device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
     mask = resolved(mask, shape, device)
     # Lengths, ids and slopes may also be on the CPU, where those given as lists are.
@@ -255,9 +248,9 @@ def _convert(mask: Mask, shape: tuple[int, int, int, int], device: torch.device)
     key_masks: list[Tensor] = []
     dense_masks: list[Tensor] = []
     for tensor in mask.dense_masks:
-        tensor = _as_4d("attn_mask", tensor, shape)
+        tensor = _as_4d(tensor, shape)
         (key_masks if tensor.shape[2] == 1 else dense_masks).append(tensor)
-    biases = [_as_4d("attn_mask", tensor, shape) for tensor in mask.biases]
+    biases = [_as_4d(tensor, shape) for tensor in mask.biases]
     if len(biases) > 1:  # a sum of 16-bit biases would be rounded
         biases = [b.to(statistics_dtype(b.dtype)) for b in biases]
     spec = MaskSpec(
@@ -272,7 +265,7 @@ def _convert(mask: Mask, shape: tuple[int, int, int, int], device: torch.device)
     return replace(spec, **_bounds_fields(mask, shape, device))
 
 
-def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
+def _bounds_fields(mask: Mask, shape: Shape, device: torch.device) -> dict:
     """Return the MaskSpec fields for bands, lengths, prefixes and the ALiBi offset.
 
     These are the scalar fields, or `bounds` and `by_query` if the mask has lengths or prefixes.
@@ -339,7 +332,7 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
     return {"bounds": bounds, "by_query": by_query, "band": described}
 
 
-def _documents_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
+def _documents_fields(mask: Mask, shape: Shape, device: torch.device) -> dict:
     if not mask.document_pairs:
         return {}
     batch, _, seqlen_q, seqlen_k = shape
@@ -413,7 +406,7 @@ def _intersection(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([lo, hi], dim=-1)
 
 
-def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _as_4d(tensor: Tensor, shape: Shape) -> Tensor:
     """Return a 4-D view in which all broadcast dimensions have size 1.
 
     Expanded (stride-0) dimensions are narrowed to size 1, too, unless the tensor requires grad.
@@ -422,7 +415,7 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
         ValueError: the tensor is not broadcastable to `shape`.
     """
     if tensor.dim() > 4:
-        raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
+        raise ValueError(f"attn_mask must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
         if have != 1 and have != want:  # Dynamo cannot search for symbolic sizes
@@ -432,7 +425,7 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
             fits = swapped and set(view.shape[2:]) in ({shape[1]}, {1, shape[1]})
             hint = TRANSPOSED if fits else ""
             raise ValueError(
-                f"{name} must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
+                f"attn_mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
                 f"{shape}, got {tuple(tensor.shape)}{hint}"
             )
         if have > 1 and view.stride(dim) == 0:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable, is_compiling, savable, statistics_dtype
-from fused_attn.masks.fields import DIMENSIONS, refuse_unknown_fields
+from fused_attn.masks.fields import DIMENSIONS, Shape, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, bias_fits, spec_of_mask
 from fused_attn.masks.tensors import as_mask
-
-Shape = tuple[int, int, int, int]
 
 # Maximum number of cached values per tensor and its slices. Each may be as large as the tensor.
 _MAX_CACHED = 8
@@ -138,7 +137,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     lowest = float("-inf")
     visible: Tensor | None = None
     empty: Tensor | None
-    if spec.bias is not None and not spec.has_other_terms():
+    if spec.bias is not None and replace(spec, bias=None).kind == "none":
         bias: Tensor | None = spec.bias
         empty = (spec.bias == lowest).all(-1, keepdim=True)
     else:

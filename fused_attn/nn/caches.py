@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.base.torch_state import needs_grad
+
 # Capacities are multiples of BLOCK positions. A full buffer grows by at least half its length, so
 # the amortized cost is about two copied positions per appended position at any length.
 BLOCK = 64
@@ -121,7 +123,7 @@ class KeyValueCache:
 
 def check_no_grad(*tensors: Tensor) -> None:
     """Raise ValueError if gradients are enabled and any of the tensors requires grad."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if needs_grad(*tensors):
         raise ValueError(
             "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
             "gradient can flow through them"

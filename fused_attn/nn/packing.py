@@ -21,6 +21,7 @@ from fused_attn.backends import default_backend
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import (
     PLAIN_TYPES,
+    captured,
     in_transform,
     is_compiling,
     plain_eager,
@@ -181,7 +182,7 @@ def must_stay_padded(*tensors: Tensor) -> bool:
         not plain_eager(*tensors)
         or tensors[0].is_meta
         or torch.nn.modules.module._has_any_global_hook()
-        or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        or captured(tensors[0])
     )
 
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from fused_attn.backends import Backend, reference
 from fused_attn.backends.fields import DTYPES
-from fused_attn.backends.registry import default_backend
+from fused_attn.backends.registry import default_with
 from fused_attn.base import philox
 from fused_attn.base.torch_state import (
     PLAIN_TYPES,
@@ -34,10 +34,7 @@ def activation_backend(input: Tensor) -> Backend | None:
     """
     if type(input) not in PLAIN_TYPES or is_intercepted():
         return None
-    backend = default_backend(input.device)
-    if backend is None or type(backend).activation is Backend.activation:
-        return None
-    return backend
+    return default_with("activation", input.device)
 
 
 def activation_pass(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +49,23 @@ def run(
     if step is None:
         mask = masks.as_mask(attn_mask)
         step = _checked_step(query, update, mask, is_causal, options, want_lse, named)
-    return _attend(*step, is_causal if attn_mask is None else None, want_lse)
+    return _attend(step, is_causal if attn_mask is None else None, want_lse)
 
 
-# A step: its call, whose key and value are the caches and whose mask is for update.capacity keys,
-# the backend that computes it, the new keys and values, and whether `update.plain` is true and the
-# tensors of the mask are plain, too.
-_Step = tuple[AttentionCall, Backend, CacheUpdate, bool]
+class _Step(NamedTuple):
+    """Step to compute.
+
+    Attributes:
+        call: its key and value are the caches; its mask is for update.capacity keys.
+        backend: backend that computes it.
+        update: new keys and values.
+        by_kernel: `update.plain` is true, and the tensors of the mask are plain, too.
+    """
+
+    call: AttentionCall
+    backend: Backend
+    update: CacheUpdate
+    by_kernel: bool
 
 
 def _unchecked_step(
@@ -80,7 +91,7 @@ def _unchecked_step(
     if backend is None or backend.wraps_torch:
         return None
     update = update._replace(capacity=update.ends[1])
-    return call.assume_checked(), backend, update, True
+    return _Step(call.assume_checked(), backend, update, True)
 
 
 def _checked_step(
@@ -102,25 +113,19 @@ def _checked_step(
     call = attention_call(query, *update.caches, spec, options)
     problem = problem_of(call, "lse" if want_lse else "out", update.capacity)
     plain = update.plain and plain_eager(update.lengths, *mask.tensors())
-    return call, select(problem, named), update, plain
+    return _Step(call, select(problem, named), update, plain)
 
 
-def _attend(
-    call: AttentionCall,
-    backend: Backend,
-    update: CacheUpdate,
-    plain: bool,
-    is_causal: bool | None,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(step: _Step, is_causal: bool | None, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Append new keys and values, and return out and lse.
 
     Args:
         is_causal: None if there is an attn_mask.
     """
+    call, backend, update, by_kernel = step
     written = update.caches if update.seqlen_new > 0 else ()
     empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
-    if plain and not empty and not any(_is_refused(cache) for cache in written):
+    if by_kernel and not empty and not any(_is_refused(cache) for cache in written):
         results = backend.attention_decode(call, update, want_lse)
         if results is not None:
             for cache in written:
@@ -147,32 +152,18 @@ def _for_torch(call: AttentionCall, update: CacheUpdate, is_causal: bool | None)
     because they may be NaN. If the host knows the lengths, keys and values end at the longest.
     """
     if update.ends is not None and is_causal is not None:
-        call = _narrowed(call, update, is_causal, *update.ends)
+        shortest, longest = update.ends
+        if shortest == longest:
+            spec = spec_of_ends(update, call.query, is_causal)
+        else:
+            batch, num_heads, seqlen_q, _ = call.query.shape
+            mask = with_cache_lengths(None, is_causal, update.lengths, update.seqlen_new, seqlen_q)
+            spec = spec_of_mask(mask, batch, num_heads, seqlen_q, longest, call.query.device)
+        keys, values = (t[:, :, :longest] for t in (call.key, call.value))
+        call = replace(call, key=keys, value=values, mask=spec)
     if update.ends is None or update.ends[0] < call.key.shape[2]:
         ends = update.lengths + update.seqlen_new
         beyond_end = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
         keys, values = (t.masked_fill(beyond_end[..., None], 0.0) for t in (call.key, call.value))
         call = replace(call, key=keys, value=values)
     return call
-
-
-def _narrowed(
-    call: AttentionCall, update: CacheUpdate, is_causal: bool, shortest: int, longest: int
-) -> AttentionCall:
-    """Return the call restricted to the first `longest` keys and values, which are views.
-
-    If all lengths are equal, the padding mask is not needed. The mask is then dropped if it is not
-    causal, and replaced by a top-left causal mask, which torch's kernels support, if seqlen_q is
-    the length.
-    """
-    batch, num_heads, seqlen_q, _ = call.query.shape
-    needed: Mask | None = with_cache_lengths(
-        None, is_causal, update.lengths, update.seqlen_new, seqlen_q
-    )
-    if shortest == longest and not is_causal:
-        needed = None
-    elif shortest == longest == seqlen_q:
-        needed = masks.causal()
-    spec = spec_of_mask(needed, batch, num_heads, seqlen_q, longest, call.query.device)
-    keys, values = call.key[:, :, :longest], call.value[:, :, :longest]
-    return replace(call, key=keys, value=values, mask=spec)

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from fused_attn.backends import Backend
 from fused_attn.backends.fields import DTYPES
-from fused_attn.backends.registry import default_backend
+from fused_attn.backends.registry import default_with
 from fused_attn.base.layout import kernel_strides
 from fused_attn.base.torch_state import host_readable, needs_grad, plain_eager
 from fused_attn.call.validation import check_floats, check_integers, check_same
@@ -142,10 +142,7 @@ def _backend_of(input: Tensor, rotation: Rotation) -> Backend | None:
         return None
     if input.dtype not in DTYPES or input.numel() == 0 or cos.numel() == 0:
         return None
-    backend = default_backend(input.device)
-    if backend is None or type(backend).rotary is Backend.rotary:
-        return None
-    return backend
+    return default_with("rotary", input.device)
 
 
 def _run(input: Tensor, rotation: Rotation, backend: Backend, backward: bool) -> Tensor:

@@ -40,7 +40,7 @@ from fused_attn.swap import (
     transformers_models,
 )
 from fused_attn.tools import contract
-from fused_attn.tools.comparison import ComparisonReport, ComparisonRow
+from fused_attn.tools.comparison import ComparisonReport, ComparisonRow, module_of
 from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.rounding import Expected
 from fused_attn.tools.terminal import progress
@@ -333,7 +333,7 @@ def _report(
             fused_max,
             eager_max,
             contract.factor_of(kind.endswith("grad")),
-            largest[_scale_key(name, kind)],
+            largest[module_of(name, kind), kind],
             eager[name, kind].dtype,
             functools.partial(expected.error, (name, kind)) if binding else contract.no_error,
         )
@@ -363,11 +363,6 @@ def _report(
 def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
     largest: dict[tuple[str, str], float] = {}
     for (name, kind), reference in truth.items():
-        key = _scale_key(name, kind)
+        key = module_of(name, kind), kind
         largest[key] = max(largest.get(key, 0.0), contract.largest(reference))
     return largest
-
-
-def _scale_key(name: str, kind: str) -> tuple[str, str]:
-    """Return the key of a tensor's largest value: the module of a parameter, or the tensor."""
-    return (name.rpartition(".")[0] if kind == "param grad" else name), kind

@@ -53,8 +53,7 @@ class ComparisonRow:
     @property
     def module(self) -> str:
         """Return the module that the tensor belongs to, or the name of a model output."""
-        is_parameter = self.kind.startswith("param grad")
-        return self.name.rpartition(".")[0] if is_parameter else self.name
+        return module_of(self.name, self.kind)
 
     @property
     def share(self) -> float:
@@ -156,6 +155,11 @@ class ComparisonReport:
 
     def __str__(self) -> str:
         return "\n".join([self.verdict(), self.title(), self.table(), *self.remarks()])
+
+
+def module_of(name: str, kind: str) -> str:
+    """Return the module that a compared tensor belongs to, or the name of a model output."""
+    return name.rpartition(".")[0] if kind == "param grad" else name
 
 
 def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:

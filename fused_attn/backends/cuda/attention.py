@@ -133,12 +133,11 @@ def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
     """Compute the attention weights after dropout from lse, and write them to `weights`."""
-    query, key = call.query, call.key
-    value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
-    call, fields = call_fields(replace(call, value=value), out)
+    call = call.without_value()
+    call, fields = call_fields(call, call.query.new_empty(*call.query.shape[:3], 0))
     fields |= {"lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
     fields |= {"weights": weights, "average": average}
-    run("attention_weights", query.device, call, fields)
+    run("attention_weights", call.query.device, call, fields)
 
 
 def tile_summary(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fused_attn.backends.fields import empty_summary
 from fused_attn.backends.triton import tiles
 from fused_attn.backends.triton.attention_tile import KernelConstants, Rows, Settings
 from fused_attn.backends.triton.backward import (
@@ -212,9 +213,9 @@ def tile_kinds(
 def tile_summary(tensor: Tensor) -> Tensor:
     """Implement `Backend.tile_summary`."""
     batch, num_heads, seqlen_q, seqlen_k = tensor.shape
-    num_m = -(-seqlen_q // tiles.SUMMARY_TILE_M.value)
-    num_n = -(-seqlen_k // tiles.SUMMARY_TILE_N.value)
-    summary = torch.empty(batch, num_heads, num_m, num_n, dtype=torch.uint8, device=tensor.device)
+    tile = tiles.SUMMARY_TILE_M.value, tiles.SUMMARY_TILE_N.value
+    summary = empty_summary(tensor, tile)
+    num_m, num_n = summary.shape[2:]
     is_bool = tensor.dtype == torch.bool
     cells = tiles.SUMMARY_CELLS
     if summary.numel():

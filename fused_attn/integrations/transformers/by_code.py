@@ -29,8 +29,8 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     ("bert.modeling_bert", "BertIntermediate"): (FeedForwardHidden, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
-# Endings of class names; other classes are not compared.
 _METHODS = ("forward", "_norm", "__call__")  # whose code is compared
+# Endings of class names; other classes are not compared.
 _ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
 
 

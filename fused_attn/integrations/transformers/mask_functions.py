@@ -42,6 +42,7 @@ from fused_attn.base.torch_state import (
 from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, additive_mask, stand_in
 from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.masks.fields import Shape
 from fused_attn.masks.mask_mod import recognized
 
 # All closures returned by one of these functions share a code object, which identifies them.
@@ -325,7 +326,7 @@ def _all_visible(
 
 def _mask(
     structure: _Structure,
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     q_offset: int | Tensor,
     kv_offset: int,
     device: torch.device | str,
@@ -356,7 +357,7 @@ def _mask(
 
 def _united(
     parts: tuple[_Structure, ...],
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     q_offset: int | Tensor,
     kv_offset: int,
     device: torch.device | str,
@@ -384,9 +385,7 @@ def _united(
     return total
 
 
-def _interval(
-    structure: _Structure, shape: tuple[int, int, int, int], q_offset: int, kv_offset: int
-) -> Tensor | None:
+def _interval(structure: _Structure, shape: Shape, q_offset: int, kv_offset: int) -> Tensor | None:
     """Return the intervals of one structure, as `_united` does."""
     if structure.packed or structure.chunked or structure.positions or structure.unions:
         return None
@@ -427,9 +426,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor] | None:
     return first, torch.where(ids >= 0, end, 0)
 
 
-def _band(
-    left: int, right: int, shape: tuple[int, int, int, int], offset: int | Tensor
-) -> Mask | None:
+def _band(left: int, right: int, shape: Shape, offset: int | Tensor) -> Mask | None:
     """Return the Mask of a band around key i + offset for query i; None if not expressible.
 
     `left` keys before that key and `right` keys after it are visible; -1 means no limit.

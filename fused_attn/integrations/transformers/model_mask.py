@@ -17,10 +17,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fused_attn.masks import Mask
-from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import spec_of_mask
-
-Shape = tuple[int, int, int, int]  # batch, 1, seqlen_q, seqlen_k
+from fused_attn.masks.fields import Shape
 
 # A wrapper subclass has no storage, so methods that access it use the dense tensor.
 _STORAGE_METHODS = (
@@ -223,11 +220,7 @@ def _noted_unused() -> bool:
 def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Materialize a Mask as the dense tensor that transformers would pass to the model."""
     sizes = cast(Shape, tuple(shape))
-    spec = spec_of_mask(mask, *sizes, device)
-    visible, _ = materialize(spec, *sizes, device, torch.float32)
-    if visible is None:
-        visible = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-    visible = visible.expand(shape)
+    visible = mask._visible_rows(sizes, range(sizes[2]), device).expand(shape)
     return visible if dtype == torch.bool else additive_mask(visible, dtype)
 
 

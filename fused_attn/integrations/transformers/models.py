@@ -226,8 +226,9 @@ def _parts(kind: Any) -> list[Any]:
     found, new = [kind], [kind]
     while new:
         part = new.pop()
-        for name in sorted(names_in(part)):
-            value = _globals(part).get(name)
+        names = _globals(part)
+        for name in sorted(names_in(part) & names.keys()):
+            value = names[name]
             if (
                 isinstance(value, type)
                 and issubclass(value, Module)

@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from fused_attn import functional, masks
 from fused_attn.base.torch_state import in_transform
 from fused_attn.call.attention import default_scale
-from fused_attn.integrations.bytecode import codes
+from fused_attn.integrations.bytecode import closure_of, codes
 from fused_attn.masks.fields import Shape
 from fused_attn.masks.mask_mod import row_blocks, used_shape
 
@@ -181,7 +181,7 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
     read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
     read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     key: list[Any] = [function.__code__]
-    for value in (*read, *(cell.cell_contents for cell in function.__closure__ or ())):
+    for value in (*read, *closure_of(function).values()):
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None

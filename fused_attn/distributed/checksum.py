@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.integrations.bytecode import closure_of
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_on_tensor
 
@@ -26,23 +27,30 @@ def checksum(mask: Mask | None, tensors: Sequence[Tensor | None] = ()) -> int:
     return zlib.crc32(repr((_described(mask), [_described(t) for t in tensors])).encode())
 
 
-def _described(value: Any) -> Any:
-    """Return a value whose repr describes a mask or a part of it completely."""
+def _described(value: Any, seen: frozenset[Any] = frozenset()) -> Any:
+    """Return a value whose repr describes a mask or a part of it completely.
+
+    Args:
+        seen: functions whose description contains this one.
+    """
     if isinstance(value, Tensor):
         content = 0 if value.requires_grad else _content(value)
         return tuple(value.shape), str(value.dtype), value.requires_grad, content
     if isinstance(value, (tuple, list)):
-        return [_described(item) for item in value]
+        return [_described(item, seen) for item in value]
     if is_dataclass(value):
-        return [(f.name, _described(getattr(value, f.name))) for f in fields(value) if f.compare]
+        parts = [(f.name, getattr(value, f.name)) for f in fields(value) if f.compare]
+        return [(name, _described(part, seen)) for name, part in parts]
     if callable(value):  # its repr has an address
         code = getattr(value, "__code__", None)
         if code is None:
             return type(value).__qualname__
+        if value in seen:
+            return value.__qualname__
         constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
-        cells = [_described(cell.cell_contents) for cell in value.__closure__ or ()]
-        defaults = _described([value.__defaults__, *(value.__kwdefaults__ or {}).items()])
-        return value.__qualname__, code.co_code, code.co_names, constants, cells, defaults
+        named = {**closure_of(value), **(value.__kwdefaults__ or {})}
+        read = _described([value.__defaults__, *named.items()], seen | {value})
+        return value.__qualname__, code.co_code, code.co_names, constants, read
     return value
 
 

@@ -9,7 +9,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch.nn import Module
@@ -68,9 +68,9 @@ def same_code_key(kind: type, methods: tuple[str, ...]) -> Any:
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the variables that a function captures from enclosing functions."""
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+    """Return the values of the variables that a function captures and that are assigned already."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 def loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:

@@ -172,8 +172,11 @@ def test_attributes_nested_functions_and_keywords_may_change():
     def by_method(score, b, h, q, k):
         return score * get("slope")
 
+    def captures_a_later_value(score, b, h, q, k):
+        return score * (Settings.slope if Settings.slope < 9 else later)
+
     query, key, value = (t.detach() for t in tensors())
-    for score_mod in (by_class, nested, keyword, of_itself, by_method):
+    for score_mod in (captures_a_later_value, by_class, nested, keyword, of_itself, by_method):
         before = ours.flex_attention(query, key, value, score_mod)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Settings, "slope", 3.0)
@@ -185,6 +188,7 @@ def test_attributes_nested_functions_and_keywords_may_change():
             torch.testing.assert_close(after, dense_of(score_mod, query, key, value))
         assert not torch.allclose(after, before)
         assert torch.equal(ours.flex_attention(query, key, value, score_mod), before)
+    later = 1.0
 
 
 def test_transforms():

@@ -139,11 +139,18 @@ def test_checksums():
     functions = [lambda b, h, q, k: q > k, lambda b, h, q, k: k > q, above(1), above(2)]
     functions += [lambda b, h, q, k, n=n: q > k + n for n in (1, 2)]
     functions += [lambda b, h, q, k, *, n=n: q > k + n for n in torch.tensor([1, 2])]
+
+    def recursive(b, h, q, k, depth=1):
+        return recursive(b, h, q, k, 0) if depth else later(q, k)
+
+    functions.append(recursive)
     given = [None, masks.causal(), masks.padding([3, 5]), masks.padding([5, 3])]
     given += [masks.from_mask_mod(function) for function in functions]
     found = [checksum(mask) for mask in given]
     assert len(set(found)) == len(given)
     assert found == [checksum(mask) for mask in given]
+    later = torch.ge  # captured above, without a value until here
+    assert checksum(given[-1]) != found[-1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -79,7 +79,7 @@ examples: env ## train the models of all examples, and update the results in exa
 		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
 		$(BIN)/python benchmarks/report.py && exit $$failed
 
-# scripts/stages.py defines the stages. STAGES="triton cuda" runs only these two.
+# scripts/stages.py defines the stages. STAGES="kernels gpu" runs only these two.
 test: env emulator ## run the tests that are not marked `thorough`; Triton and CUDA kernels run on the CPU
 	@$(BIN)/python scripts/stages.py $(STAGES)
 

@@ -131,7 +131,10 @@ def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
         assert ("attn_mask must be None" if rank == 2 else "rank 2 are invalid") in message
 
 
-@pytest.mark.parametrize(("mode", "dropout"), [("", False), ("compile", False), ("", True)])
+@pytest.mark.parametrize(
+    ("mode", "dropout"),
+    [("", False), ("", True), pytest.param("compile", False, marks=pytest.mark.thorough)],
+)
 def test_context_tensor_and_data_parallel(mode, dropout, ranks):
     """Training with context, tensor and data parallelism on 2 x 2 ranks matches one process."""
     mask = MASKS["window"] if dropout else masks.causal() & masks.documents(torch.arange(13) // 5)

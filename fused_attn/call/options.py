@@ -1,9 +1,4 @@
-"""Conversions and checks that the options of attention and of norm calls share.
-
-To add an option, add a field and its validation in call/attention.py or call/norm.py, an argument
-of the public functions, a line in csrc/fields/*_options.inc, and support in backends/reference.py
-and in the kernels (CONTRIBUTING.md).
-"""
+"""Conversions and checks that the options of attention and of norm calls share."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ from fused_attn.distributed.agreement import agreed
 from fused_attn.distributed.arguments import check_positions, fingerprint
 from fused_attn.distributed.checksum import checksum
 from fused_attn.distributed.merged import MergedOutputs
-from fused_attn.distributed.plan import Block, Piece, pieces_of
+from fused_attn.distributed.plan import Block, Piece, pieces_of, split_at_overlap
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.ring import BlockCall
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask
-from fused_attn.masks.restrict import split_at_overlap
 from fused_attn.masks.spec import spec_of_mask
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from fused_attn.base.philox import DECISIONS
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.distributed.visible_keys import VisibleKeys
-from fused_attn.masks.restrict import split_at_overlap
 
 
 class Piece(NamedTuple):
@@ -199,3 +198,14 @@ def _within(union: Sequence[range], rows: range) -> range:
             return range(start, start + len(rows))
         before += len(part)
     raise AssertionError("the rows are not in the union")
+
+
+def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
+    """Split two ranges of positions so that each pair of parts is equal or disjoint."""
+    cuts = sorted({queries.start, queries.stop, keys.start, keys.stop})
+    parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+    def within(whole: range) -> list[range]:
+        return [p for p in parts if whole.start <= p.start and p.stop <= whole.stop]
+
+    return [(q, k) for q in within(queries) for k in within(keys)]

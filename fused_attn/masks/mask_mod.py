@@ -21,7 +21,7 @@ from fused_attn.base.torch_state import batched, is_compiling, is_intercepted
 from fused_attn.masks.fields import Shape
 from fused_attn.masks.mask import UNLIMITED, Mask, diagonals, documents, prefix_lm
 from fused_attn.masks.memo import note_reads
-from fused_attn.masks.tables import packed, shown_by_intervals
+from fused_attn.masks.tables import as_bits, shown_by_intervals
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -152,7 +152,7 @@ def recognized(
             tables.append(table)
             continue
         before = [shown_by_intervals(t, shape[3]) for t in tables]
-        dense += [packed(part) if on_cpu else part for part in (*before, seen)]
+        dense += [as_bits(part) if on_cpu else part for part in (*before, seen)]
         tables = []
     if dense:
         whole = torch.cat(dense, dim=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,7 @@ def of_positions(
 
     A diagonal band moves by the difference of the first positions; tensors are sliced. With
     prefixes, the two ranges must be equal or disjoint, because a prefix ends in a causal mask that
-    begins at the first query and the first key. See `split_at_overlap`.
+    begins at the first query and the first key.
 
     Args:
         spec: the mask of the complete call.
@@ -85,17 +84,6 @@ def without_first_keys(
     bounds = bounds.clone()
     bounds[:, BOUNDS.index("key_begin")].clamp_(min=count)
     return replace(spec, bounds=bounds, by_query=True)
-
-
-def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
-    """Split two ranges of positions so that each pair of parts is equal or disjoint."""
-    cuts = sorted({queries.start, queries.stop, keys.start, keys.stop})
-    parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-    def within(whole: range) -> list[range]:
-        return [p for p in parts if whole.start <= p.start and p.stop <= whole.stop]
-
-    return [(q, k) for q in within(queries) for k in within(keys)]
 
 
 def cut_tensors(spec: MaskSpec, **parts: slice) -> dict[str, Any]:

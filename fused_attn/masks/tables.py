@@ -13,7 +13,7 @@ TABLES = ("intervals", "bits")  # fields of a MaskSpec
 WORD = 64  # bits of a word of `MaskSpec.bits`
 
 
-def packed(visible: Tensor) -> Tensor:
+def as_bits(visible: Tensor) -> Tensor:
     """Return bool (*, seqlen_k) as `MaskSpec.bits`, int64 (*, ceil(seqlen_k / 64))."""
     padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % WORD))
     bits = padded.unflatten(-1, (-1, 8)).to(torch.uint8) << _bit(visible)

@@ -74,7 +74,7 @@ class Trial:
         gradients_only = not self.error and all(finding.ok for finding in outputs)
         return name.direction == "training" or not gradients_only
 
-    def problem(self) -> str:
+    def failure(self) -> str:
         """Return a description of the failure, possibly of several lines."""
         return self.error or "; ".join(str(f) for f in self.findings if not f.ok)
 
@@ -123,7 +123,7 @@ class Report:
             "checks": len(self.trials),
             "not_taken": [repr(trial.check) for trial in self.trials if trial.refused],
             "wrong": [
-                {"problem": repr(t.check), "found": t.problem(), "snippet": self.snippet(t)}
+                {"problem": repr(t.check), "found": t.failure(), "snippet": self.snippet(t)}
                 for t in self.wrong
             ],
             "classes": {str(name): asdict(verdict) for name, verdict in self.classes.items()},
@@ -139,7 +139,7 @@ class Report:
                 f"# {about}",
                 f"from fused_attn.tools.checks import {kind}",
                 f"{trial.check!r}.show({self.backend!r}, {self.device.type!r})",
-                *[f"# {line}" for line in trial.problem().splitlines()],
+                *[f"# {line}" for line in trial.failure().splitlines()],
             ]
         )
 

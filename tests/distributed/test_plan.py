@@ -13,11 +13,11 @@ from ring_cases import covered
 
 from fused_attn import masks
 from fused_attn.distributed import Sharding
-from fused_attn.distributed.plan import pieces_of, plan_of
+from fused_attn.distributed.plan import pieces_of, plan_of, split_at_overlap
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.intervals import intervals_of
 from fused_attn.masks.materialize import materialize, sizes_of
-from fused_attn.masks.restrict import of_heads, of_positions, split_at_overlap, without_first_keys
+from fused_attn.masks.restrict import of_heads, of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from mask_cases import FIELDS, MASKS, OTHER_MASKS, PAIRS
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.masks import Mask
-from fused_attn.masks.tables import packed
+from fused_attn.masks.tables import as_bits
 
 # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. They cover one position, odd
 # lengths around a query tile (8, 16, 32) and a KV block (128), GQA and MQA, seqlen_q below and
@@ -112,7 +112,7 @@ def test_small_weights_are_accurate(backend):
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_beyond_the_keys(rows):
     """Bits after the last key are ignored, and one row of bits may apply to all queries."""
-    table = packed(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
+    table = as_bits(torch.rand(2, 1, rows, 139, generator=drawn(0)) < 0.5)
     table[..., -1] |= -1 << 139 % 64
     mask, tensors = Mask(bits=(table,)), random_qkv(2, 2, 1, 70, 139, 16)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, torch.float32, "cpp")

@@ -109,7 +109,9 @@ CALLS = {  # the first function of a trace -> a call
     ),
 }
 # Alternatives to what the calls do.
-NOT_ENTERED = {"_checked_step", "with_cache_lengths", "select", "Backend.attention_decode"}
+NOT_ENTERED = {
+    "_checked_step", "with_cache_lengths", "select", "Backend.attention_decode", "_for_torch",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("title", CALLS)

@@ -15,7 +15,7 @@ from helpers import drawn
 
 from fused_attn import masks
 from fused_attn.masks import Mask
-from fused_attn.masks.tables import packed
+from fused_attn.masks.tables import as_bits
 from fused_attn.tools.cases import Shape, make_mask
 
 
@@ -90,7 +90,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     "images": lambda b, h, m, n: (
         masks.causal() | masks.documents(torch.arange(m) // 9, torch.arange(n) // 9)
     ),
-    "bits": lambda b, h, m, n: Mask(bits=(packed(_dense(b, h, m, n, seed=16)),)),
+    "bits": lambda b, h, m, n: Mask(bits=(as_bits(_dense(b, h, m, n, seed=16)),)),
     "bias_with_inf": lambda b, h, m, n: masks.bias(
         torch.where(_dense(m, n, seed=15), 0.3, float("-inf"))
     ),

@@ -13,7 +13,7 @@ from fused_attn.call.packed import packed_spec
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.masks.tables import packed
+from fused_attn.masks.tables import as_bits
 
 # In a STRUCTURED mask, the visible keys of each query form one interval, unlike in OTHERS.
 STRUCTURED = (
@@ -62,7 +62,7 @@ def mask_of(kind: str, draw: random.Random, shape: Shape) -> Mask:
         sizes = draw.choice([batch, 1]), draw.choice([num_heads, 1]), rows, seqlen_k
         dense = torch.rand(*sizes, generator=generator) < 0.7
         dense[..., seqlen_k // 3 : 2 * (seqlen_k // 3)] = draw.random() < 0.5
-        return Mask(bits=(packed(dense),)) if kind == "bits" else masks.dense(dense)
+        return Mask(bits=(as_bits(dense),)) if kind == "bits" else masks.dense(dense)
     if kind.startswith("intervals"):
         heads = num_heads if kind == "intervals_of_heads" else 1
         sizes = draw.choice([batch, 1]), heads, seqlen_q, 2

@@ -70,7 +70,7 @@ def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
 def test_a_gpu_that_always_fails_is_given_up(verdict_folder, monkeypatch):
     report, processes = on_pretended_gpu(monkeypatch, lambda check: "sticky")
     assert processes.started == verify.MAX_LOST and report.usable == []
-    assert "not run, because the GPU failed" in report.trials[-1].problem()
+    assert "not run, because the GPU failed" in report.trials[-1].failure()
 
 
 @pytest.mark.parametrize("function", [os.abort, partial(os._exit, 3), partial(time.sleep, 60)])

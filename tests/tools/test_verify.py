@@ -139,7 +139,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
     report = verify.verify(backend.name, small_plan())
     assert report.classes[class_named("none", "forward")].usable
     assert not report.classes[class_named("none", "training")].usable
-    assert "grad query" in report.wrong[0].problem()
+    assert "grad query" in report.wrong[0].failure()
 
 
 @ONE_BACKEND
@@ -190,7 +190,7 @@ def test_a_different_dropout_mask_is_wrong(backend, monkeypatch):
     made = small_plan(["dropout"])
     made = Plan([check for check in made.checks if check.how == "bits"], made.classes, 1)
     report = verify.verify(backend.name, made)
-    assert "number of different elements, of 6216" in report.wrong[0].problem()
+    assert "number of different elements, of 6216" in report.wrong[0].failure()
     assert not report.classes[class_named("dropout", "forward")].usable
 
 
@@ -214,7 +214,7 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
 
     corrupt(monkeypatch, backend, of_kind("causal"), fail)
     report = verify.verify(backend.name, small_plan())
-    assert report.wrong[0].problem() == "RuntimeError: misaligned address"
+    assert report.wrong[0].failure() == "RuntimeError: misaligned address"
     assert not any(trial.lost for trial in report.trials)
     assert report.classes[class_named("none", "forward")].usable
     assert not report.classes[class_named("causal", "forward")].usable

@@ -53,6 +53,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, for transformers' AttentionInterface.
 
+    Packed sequences are passed in three ways: as `attention_mask`, by stacks of layers that pack
+    their batch (PackedStack); as the keyword PACKING, by models that do (PackedModel), for which
+    attention_mask is the mask of the padded batch; and as keywords of continuous batching.
+
     Args:
         module: the calling layer. Its is_causal attribute is used if the argument is None.
         query: (batch, num_heads, seqlen_q, head_dim).

@@ -38,6 +38,7 @@ from fused_attn.base.torch_state import (
     is_compiling,
     is_intercepted,
     plain_eager,
+    traced_as_constant,
 )
 from fused_attn.integrations.bytecode import closure_of
 from fused_attn.integrations.transformers.model_mask import ModelMask, additive_mask, stand_in
@@ -60,7 +61,7 @@ _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 _REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else None
 
 
-class _Structure(NamedTuple):
+class _Terms(NamedTuple):
     """Conditions that a visible key must all fulfill; the default imposes none.
 
     Attributes:
@@ -83,10 +84,10 @@ class _Structure(NamedTuple):
     chunked: tuple[tuple[int, Tensor], ...] = ()
     positions: tuple[Tensor, ...] = ()
     blocks: tuple[Tensor, ...] = ()
-    unions: tuple[tuple[_Structure, ...], ...] = ()
+    unions: tuple[tuple[_Terms, ...], ...] = ()
 
 
-_EVERYTHING = _Structure()
+_EVERYTHING = _Terms()
 
 
 def attention_mask(
@@ -196,7 +197,7 @@ def attention_mask(
     return stand_in(mask, shape, device, dtype if additive else torch.bool, dense_mask)
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def _needs_additive(config: type) -> bool:
     """Return True for models that support only additive float masks.
 
@@ -233,10 +234,10 @@ def _loaded_models() -> list[type[PreTrainedModel]]:
     return found
 
 
-def _structure(function: Callable[..., Any]) -> _Structure | None:
+def _structure(function: Callable[..., Any]) -> _Terms | None:
     """Return the structure of a mask function; None if the function is not recognized."""
     if function is causal_mask_function:
-        return _Structure(right=0)
+        return _Terms(right=0)
     if function is bidirectional_mask_function:
         return _EVERYTHING
     if is_compiling() or not isinstance(function, FunctionType):
@@ -247,28 +248,28 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
     if code is _OR:
         parts = [_structure(part) for part in names["mask_functions"]]
         known = tuple(part for part in parts if part is not None)
-        return _Structure(unions=(known,)) if len(known) == len(parts) else None
+        return _Terms(unions=(known,)) if len(known) == len(parts) else None
     if code is _BLOCKS:
-        return _Structure(blocks=(names["block_sequence_ids"],))
+        return _Terms(blocks=(names["block_sequence_ids"],))
     if code is _PACKED:
-        return _Structure(packed=(names["packed_sequence_mask"],))
+        return _Terms(packed=(names["packed_sequence_mask"],))
     if code is _REMAPPED:
         return _at_positions(_structure(names["mask_function"]), names["position_ids"])
     if code is _CHUNKED:
-        return _Structure(chunked=((names["chunk_size"], names["left_padding"]),))
+        return _Terms(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
-        return _Structure(left=names["sliding_window"] - 1)  # transformers includes the query
+        return _Terms(left=names["sliding_window"] - 1)  # transformers includes the query
     if code is _TWO_SIDED_WINDOW:
-        return _Structure(names["sliding_window"], names["sliding_window"])
+        return _Terms(names["sliding_window"], names["sliding_window"])
     return None
 
 
-def _intersection(parts: list[_Structure | None]) -> _Structure | None:
+def _intersection(parts: list[_Terms | None]) -> _Terms | None:
     whole = _EVERYTHING
     for part in parts:
         if part is None:
             return None
-        whole = _Structure(
+        whole = _Terms(
             _narrower(whole.left, part.left),
             _narrower(whole.right, part.right),
             whole.packed + part.packed,
@@ -280,7 +281,7 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
     return whole
 
 
-def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure | None:
+def _at_positions(structure: _Terms | None, positions: Tensor) -> _Terms | None:
     """Convert a structure from token indices to positions; None if not supported."""
     if structure is None or structure.packed or structure.positions:
         return None
@@ -290,10 +291,10 @@ def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure
         (positions - left_out.to(positions.device)[:, None]) // size
         for size, left_out in structure.chunked
     )
-    return _Structure(structure.left, structure.right, chunks, positions=(positions,))
+    return _Terms(structure.left, structure.right, chunks, positions=(positions,))
 
 
-def _counts_tokens(structure: _Structure) -> bool:
+def _counts_tokens(structure: _Terms) -> bool:
     """Return True if the positions, if any, increase by one within each packed sequence."""
     for positions in structure.positions:
         if not plain_eager(positions, *structure.packed) or captured(positions):
@@ -309,7 +310,7 @@ def _narrower(a: int, b: int) -> int:
 
 
 def _all_visible(
-    structure: _Structure, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
+    structure: _Terms, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
 ) -> bool:
     """Return True if every key is known to be visible to every query, as in decoding."""
     if structure.packed or structure.chunked or structure.blocks or structure.unions:
@@ -325,7 +326,7 @@ def _all_visible(
 
 
 def _mask(
-    structure: _Structure,
+    structure: _Terms,
     shape: Shape,
     q_offset: int | Tensor,
     kv_offset: int,
@@ -348,7 +349,7 @@ def _mask(
         queries = torch.arange(q_length, device=device) + q_offset - first
         keys = torch.arange(kv_length, device=device) + kv_offset - first
         parts.append(masks.documents(queries // size, keys // size))
-    for united in (*structure.unions, *((_Structure(blocks=(ids,)),) for ids in structure.blocks)):
+    for united in (*structure.unions, *((_Terms(blocks=(ids,)),) for ids in structure.blocks)):
         table = _united(united, shape, q_offset, kv_offset, device)
         parts.append(None if table is None else Mask(intervals=(table[:, None],)))
     known = [part for part in parts if part is not None]
@@ -356,7 +357,7 @@ def _mask(
 
 
 def _united(
-    parts: tuple[_Structure, ...],
+    parts: tuple[_Terms, ...],
     shape: Shape,
     q_offset: int | Tensor,
     kv_offset: int,
@@ -385,7 +386,7 @@ def _united(
     return total
 
 
-def _interval(structure: _Structure, shape: Shape, q_offset: int, kv_offset: int) -> Tensor | None:
+def _interval(structure: _Terms, shape: Shape, q_offset: int, kv_offset: int) -> Tensor | None:
     """Return the intervals of one structure, as `_united` does."""
     if structure.packed or structure.chunked or structure.positions or structure.unions:
         return None

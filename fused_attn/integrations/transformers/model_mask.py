@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fused_attn.base.torch_state import traced_as_constant
 from fused_attn.masks import Mask
 from fused_attn.masks.fields import Shape
 
@@ -212,7 +213,7 @@ def _note_uses(context: ComptimeContext) -> None:
     )
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def _noted_unused() -> bool:
     return cast(bool, _noted.unused)
 

@@ -23,6 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import hf_zoo
+import pages
 import torch
 import transformers
 
@@ -32,7 +33,6 @@ ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "benchmarks/results/models-check.json"
 PARTIAL = ROOT / "build/models-check.json"  # verdicts of an interrupted run, for --resume
 PAGE = ROOT / "docs/models.md"
-BEGIN, END = "<!-- models-check: begin -->", "<!-- models-check: end -->"
 SECONDS = 180
 
 # Meaning of each verdict, in the order of the table in docs/models.md.
@@ -167,7 +167,6 @@ def with_summary(page: str, verdicts: dict[str, Any]) -> str:
     left = sum("left-padded" in entry["ways"] for entry in verdicts["types"].values())
     rows = [f"| {name} | {counted[name]} | {meaning} |" for name, meaning in MEANINGS.items()]
     table = [
-        BEGIN,
         f"{len(verdicts['types'])} model types, with {versions}:",
         "",
         "| verdict | types | what the swapped model does |",
@@ -176,10 +175,8 @@ def with_summary(page: str, verdicts: dict[str, Any]) -> str:
         "",
         f"Of those that agree, {left} were also run with left padding, and {cached} with one new",
         "token and a cache.",
-        END,
     ]
-    start, rest = page.split(BEGIN)
-    return start + "\n".join(table) + rest.split(END)[1]
+    return pages.replaced(page, "models-check", "\n".join(table))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pages
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +24,6 @@ from fused_attn.nn import weights
 from fused_attn.ops import dispatch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
-BEGIN, END = "<!-- devices: begin -->", "<!-- devices: end -->"
 DEVICES = ("cuda", "mps", "xpu")
 
 
@@ -126,9 +126,7 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """Return the page with the table replaced by a new one."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return pages.replaced(page, "devices", table())
 
 
 if __name__ == "__main__":

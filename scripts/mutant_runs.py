@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mutant_sources import ROOT, Mutant, by_path, sample, with_switches
+from mutant_sources import MAX_MUTANTS, ROOT, Mutant, by_path, sample, with_switches
 from sanitize import TESTS as KERNEL_TESTS
 from sanitize import configure, instruction_sets, link_package
 
 BUILD = ROOT / "build" / "mutants"
-MAX_MUTANTS = 4096
 _ON_CPU = ["-k", "not triton and not cuda"]
 # Masks are the same for every dtype and instruction set. Tests that compile are slow.
 _PLAIN = ["-k", "not (triton or cuda or f16 or f64 or avx or amx or compil or test_flex.py)"]

@@ -28,6 +28,7 @@ SOURCES = {
     ],
 }
 SWITCH = "@"  # true while the mutant is on
+MAX_MUTANTS = 4096  # in a module
 
 
 class Mutant(NamedTuple):

@@ -22,16 +22,17 @@ import select
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 import torch
-from mutant_sources import ROOT, Mutant
+from mutant_sources import MAX_MUTANTS, ROOT, Mutant
 
-MAX_MUTANTS = 4096
+from fused_attn.integrations.bytecode import codes
+
 MEMORY = 12 << 30  # address space of a process; torch alone takes several GB
 Send = Callable[[object], None]
 
@@ -82,14 +83,14 @@ class Interpreted:
             importlib.import_module(path.removesuffix(".py").replace("/", "."))
             text, name = (ROOT / path).read_text(), str(ROOT / path)
             lines = text.splitlines(keepends=True)
-            before = set(_codes(compile(text, name, "exec")))
+            before = set(codes(compile(text, name, "exec")))
             for mutant in mutants:
                 if mutant.path == path:
                     lines[mutant.line - 1] = mutant.apply(lines[mutant.line - 1])
             # Triton's interpreter compiles the source again. linecache does not check entries whose
             # time is None.
             linecache.cache[name] = (len(text), None, lines, name)
-            after = set(_codes(compile("".join(lines), name, "exec")))
+            after = set(codes(compile("".join(lines), name, "exec")))
             changed |= {_place(code): code for code in after - before}
         for function in gc.get_objects():
             if isinstance(function, FunctionType) and _place(function.__code__) in changed:
@@ -103,13 +104,6 @@ class Interpreted:
 
 def _place(code: CodeType) -> tuple[str, int, str]:
     return code.co_filename, code.co_firstlineno, code.co_qualname
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def pytest_configure(config: pytest.Config) -> None:

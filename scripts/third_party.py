@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pages
 import torch
 from third_party_models import LIBRARIES, Library
 from torch import Tensor
@@ -38,7 +39,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / "build/third-party"  # folder in which `make third-party` installs the packages
 RESULTS = ROOT / "benchmarks/results/third-party.json"
 PAGE = ROOT / "docs/third-party.md"
-BEGIN, END = "<!-- third-party: begin -->", "<!-- third-party: end -->"
 SECONDS = 600  # time limit per model
 ROUNDS = 9
 WAYS = {
@@ -266,9 +266,8 @@ def write(records: list[dict[str, Any]]) -> None:
     facts = {"versions": doctor.versions(), "machine": doctor.machine()}
     facts["records"] = [merged[key] for key in kept]
     RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-    before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(facts)}\n{END}{after}", "utf-8")
+    page = pages.replaced(PAGE.read_text("utf-8"), "third-party", table(facts))
+    PAGE.write_text(page, "utf-8")
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from torch_in_place import SWAPS, read_outcomes
 
@@ -79,8 +80,8 @@ def main() -> int:
     counts = _counts(plain, outcomes)
     print(counts, *rows, "", *unlisted, *stale, sep="\n")
     if arguments.write:
-        page = _replaced(page, "counts", counts)
-        page = _replaced(page, "differences", "\n".join((*_HEAD, *map(str, rows))))
+        page = pages.replaced(page, "counts", counts)
+        page = pages.replaced(page, "differences", "\n".join((*_HEAD, *map(str, rows))))
         arguments.page.write_text(page, "utf-8")
     print(f"{len(unlisted)} differences that are not listed, {len(stale)} rows that are not found")
     return 1 if unlisted or stale else 0
@@ -153,7 +154,7 @@ def _environment() -> dict[str, str]:
 def _listed(page: str) -> list[Listed]:
     """Return the rows of the page's table of differences."""
     rows = []
-    for line in _between(page, "differences").splitlines()[len(_HEAD) :]:
+    for line in pages.parts(page, "differences")[1].splitlines()[len(_HEAD) :]:
         swaps, patterns, _, reason = (cell.strip() for cell in line.strip("| ").split(" | "))
         rows.append(Listed(swaps, patterns, reason))
     return rows
@@ -210,22 +211,6 @@ def _counts(plain: Outcomes, swaps: dict[str, Outcomes]) -> str:
         row("skipped on both", lambda ours: len(both(ours, "skipped"))),
         row("differ", lambda ours: len(_differing(plain, ours))),
     ))  # fmt: skip
-
-
-def _between(page: str, what: str) -> str:
-    return _parts(page, what)[1]
-
-
-def _replaced(page: str, what: str, text: str) -> str:
-    before, _, after = _parts(page, what)
-    return f"{before}{text}\n{after}"
-
-
-def _parts(page: str, what: str) -> tuple[str, str, str]:
-    """Return the page before the generated part `what`, that part, and the page after it."""
-    begin, end = page.index(f"<!-- {what}: begin -->\n"), page.index(f"<!-- {what}: end -->")
-    begin = page.index("\n", begin) + 1
-    return page[:begin], page[begin:end], page[end:]
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class MergedOutputs:
         maximum = torch.maximum(before, lse)
         shift = maximum.masked_fill(maximum == -_INF, 0.0)  # -inf - -inf would be NaN
         old, new = (before - shift).exp(), (lse - shift).exp()
-        out, dtype = self._out[:, :, rows], self._out.dtype
-        out.mul_(old.to(dtype)[..., None]).addcmul_(part.out, new.to(dtype)[..., None])
+        out = self._out[:, :, rows].mul_(old.to(self.dtype)[..., None])
+        out.addcmul_(part.out, new.to(self.dtype)[..., None])
         total = self._total[:, :, rows]
         total.mul_(old).add_(new)
         before.copy_(maximum)
@@ -60,10 +60,9 @@ class MergedOutputs:
         empty = self._total == 0.0
         total = self._total.masked_fill(empty, 1.0)
         exact = (self._maximum + total.log()).masked_fill(empty, -_INF)
-        statistics = self._out.dtype
-        lse = exact.to(statistics)
-        residual = (exact - lse.double()).masked_fill(empty, 0.0).to(statistics)
-        wide = self._out.div_(total.to(statistics)[..., None])
+        lse = exact.to(self.dtype)
+        residual = (exact - lse.double()).masked_fill(empty, 0.0).to(self.dtype)
+        wide = self._out.div_(total.to(self.dtype)[..., None])
         out = wide.to(dtype)
         return AttentionOutputs(out, lse, residual, _rounding_residual(wide, out))
 

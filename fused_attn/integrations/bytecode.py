@@ -55,18 +55,6 @@ def keywords_in(kind: type) -> frozenset[str]:
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def same_code_key(kind: type, methods: tuple[str, ...]) -> Any:
-    """Return a key that is equal for classes that define methods of these names with equal code.
-
-    Names of classes and methods, and line numbers, are not part of the key.
-    """
-    found = [getattr(vars(kind).get(name), "__code__", None) for name in methods]
-    return tuple(
-        code and (code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars)
-        for code in found
-    )
-
-
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """Return the values of the variables that a function captures and that are assigned already."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

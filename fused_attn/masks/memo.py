@@ -99,13 +99,13 @@ def recall_on_tensor(
     key: Hashable,
     tensors: Sequence[Tensor],
     make: Callable[[], T],
-    limit: int = _LIMIT_OF_TENSOR,
+    limit: int | None = None,
 ) -> T:
     """Call `recall` with the memo of `tensor`, which has the lifetime of the tensor.
 
     A view is a new object in each call. If it is the only one of the tensors, the value is cached
     on its base, for its address, shape and strides. The value must not reference `tensor`, or it
-    would never be freed.
+    would never be freed. The limit defaults to _LIMIT_OF_TENSOR.
     """
     if is_intercepted():
         return make()
@@ -115,6 +115,7 @@ def recall_on_tensor(
         tensors = (tensor,)
     if not cacheable(tensors):
         return make()
+    limit = limit or _LIMIT_OF_TENSOR
     return recall_eager(memo_of(tensor), key, tensors, tensor.device, make, limit)
 
 

@@ -158,11 +158,9 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         projected = self._linear(x[0], self.in_proj_weight, self._bias())
         head_dim = self.embed_dim // self.num_heads
         q, k, v = projected.unflatten(1, (3, -1, head_dim)).unbind(1)
-        out = on_heads_of(
-            self, functional.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
-            packing.max_seqlen, packing.max_seqlen, packing.mask,
-            self.dropout if self.training else 0.0,
-        )  # fmt: skip
+        dropout_p, arguments = self.dropout if self.training else 0.0, packing.varlen_arguments()
+        attend = partial(functional.varlen_attention, dropout_p=dropout_p, **arguments)
+        out = on_heads_of(self, attend, q, k, v)
         return self.out_proj(out.flatten(1))[None]
 
     def forward_cached(
@@ -196,7 +194,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def forward_projected(
         self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Compute cross-attention over keys and values from `project_memory`.
+        """Compute cross-attention over keys and values from `project_keys`.
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
@@ -220,10 +218,6 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         )  # fmt: skip
         out = out.unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
         return self.out_proj(self._merge_heads(out, True))
-
-    def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the projected keys and values of a memory, each (N, num_heads, S, head_dim)."""
-        return self._project_keys(memory, memory)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
@@ -266,7 +260,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """Project query, key and value; return (batch, num_heads, seqlen, head_dim) views."""
         if self._qkv_same_embed_dim and query is key is value:
             return self._split_heads(self._linear(query, self.in_proj_weight, self._bias()), 3)
-        return self._project_query(query), *self._project_keys(key, value)
+        return self._project_query(query), *self.project_keys(key, value)
 
     def _project_query(self, query: Tensor) -> Tensor:
         bias = self._bias()
@@ -276,7 +270,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             weight = self._rows(self.in_proj_weight).chunk(3)[0]
         return self._split_heads(self._linear(query, weight, bias), 1)[0]
 
-    def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project key and value; return views in the layout of `_project`."""
         bias = self._bias()
         bias = bias if bias is None else _of_keys(bias)

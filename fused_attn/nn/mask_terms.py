@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+import operator
 
 import torch
 from torch import Tensor
@@ -63,10 +64,7 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
     """Combine the masks from `mask_terms` into one; return None if the list is empty."""
     if len(terms) < 2:
         return terms[0] if terms else None
-    combined = cast(Mask, masks.as_mask(terms[0]))
-    for term in terms[1:]:
-        combined = combined & cast(Mask, masks.as_mask(term))
-    return combined
+    return functools.reduce(operator.and_, map(masks.as_mask, terms))
 
 
 def _visible(mask: Tensor) -> Tensor:

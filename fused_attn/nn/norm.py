@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
@@ -131,29 +133,22 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         )
 
 
-def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor) -> Tensor:
+def residual_norm(
+    norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor, return_residual: bool = False
+) -> Any:
     """Compute norm(residual + dropout(sublayer)), in one fused kernel if possible.
 
     The operations run separately if `norm` or `dropout` is user-defined or has hooks, which observe
     intermediate tensors. They also run separately if the sum promotes dtypes, as under autocast.
+
+    Args:
+        return_residual: also return the sum, which is the next residual in pre-norm layers.
     """
     if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
-        return norm(sublayer, residual=residual, dropout_p=_probability(dropout))
-    return norm(residual + dropout(sublayer))
-
-
-def residual_norm_and_sum(
-    norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute total = residual + dropout(sublayer) and return (norm(total), total).
-
-    In pre-norm layers, total is the residual of the next sublayer.
-    """
-    if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
-        dropout_p = _probability(dropout)
-        return norm(sublayer, residual=residual, dropout_p=dropout_p, return_residual=True)
+        p = dropout.p if dropout.training else 0.0
+        return norm(sublayer, residual=residual, dropout_p=p, return_residual=return_residual)
     total = residual + dropout(sublayer)
-    return norm(total), total
+    return (norm(total), total) if return_residual else norm(total)
 
 
 def _fusable(norm: Module, dropout: Module) -> bool:
@@ -164,7 +159,3 @@ def _fusable(norm: Module, dropout: Module) -> bool:
     if replaced is not None and not getattr(replaced, "takes_residual", False):
         return False
     return unhooked(norm) and is_plain(dropout)
-
-
-def _probability(dropout: Module) -> float:
-    return dropout.p if dropout.training else 0.0  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from fused_attn.masks import Mask
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.activation import drop, feed_forward_hidden
 from fused_attn.nn.caches import KeyValueCache
-from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
+from fused_attn.nn.norm import residual_norm
 from fused_attn.nn.packing import Packing
 from fused_attn.nn.replacement import FromTorch, fx_leaf, replaces, torch_infers
 
@@ -134,7 +134,9 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     def _sublayers(self, src: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
             attended = attend(self.norm1(src))
-            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, src)
+            normed, x = residual_norm(
+                self.norm2, self.dropout1, attended, src, return_residual=True
+            )
             return x + drop(self.dropout2, self._feed_forward(normed))
         x = residual_norm(self.norm1, self.dropout1, attend(src), src)
         return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
@@ -202,9 +204,11 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     ) -> Tensor:
         if self.norm_first:
             attended = attend(self.norm1(tgt))
-            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, tgt)
+            normed, x = residual_norm(
+                self.norm2, self.dropout1, attended, tgt, return_residual=True
+            )
             attended = attend_memory(normed)
-            normed, x = residual_norm_and_sum(self.norm3, self.dropout2, attended, x)
+            normed, x = residual_norm(self.norm3, self.dropout2, attended, x, return_residual=True)
             return x + drop(self.dropout3, self._feed_forward(normed))
         x = residual_norm(self.norm1, self.dropout1, attend(tgt), tgt)
         x = residual_norm(self.norm2, self.dropout2, attend_memory(x), x)

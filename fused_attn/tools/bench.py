@@ -181,7 +181,9 @@ def measure(
             dropping = [functools.partial(call, dropout_p=dropout_p) for call in (own, peer)]
             calls = {OURS: timing.timed(dropping[0], leaves, result.direction)}
             try:
-                out = _zero_masked_rows(peer(*peer_leaves), visible)
+                out = peer(*peer_leaves)
+                if visible is not None:  # SDPA may return other values than 0 in fully masked rows
+                    out = out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
                 agrees = verdict.agrees(packed_rows(out) if packed else out)
                 if agrees:
                     calls[PEER] = timing.timed(dropping[1], peer_leaves, result.direction)
@@ -262,8 +264,3 @@ def _peer(
         )
 
     return peer
-
-
-def _zero_masked_rows(out: Tensor, visible: Tensor | None) -> Tensor:
-    """Zero the fully masked rows, for which SDPA may return values other than fused_attn's 0."""
-    return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)

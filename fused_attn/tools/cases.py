@@ -148,14 +148,6 @@ def sequence_lengths(batch: int, longest: int) -> Tensor:
     return (longest * torch.linspace(0.25, 1.0, batch)).ceil().long()
 
 
-def _padding(shape: Shape, _: int) -> Mask:
-    return masks.padding(sequence_lengths(shape.batch, shape.seqlen_k))
-
-
-def _prefix(shape: Shape, _: int) -> Mask:
-    return masks.prefix_lm([shape.seqlen_k // 4] * shape.batch)
-
-
 def _documents(shape: Shape, size: int) -> Mask:
     return masks.documents(
         torch.arange(shape.seqlen_q) // size, torch.arange(shape.seqlen_k) // size
@@ -205,8 +197,12 @@ MASKS = {
         lambda _, size: masks.sliding_window(size - 1),
         size=256,
     ),
-    "padding": MaskKind("lengths from a quarter of seqlen_k to seqlen_k", _padding),
-    "prefix": MaskKind("causal after a prefix of a quarter of the keys", _prefix),
+    "padding": MaskKind("lengths from a quarter of seqlen_k to seqlen_k",
+        lambda shape, _: masks.padding(sequence_lengths(shape.batch, shape.seqlen_k)),
+    ),
+    "prefix": MaskKind("causal after a prefix of a quarter of the keys",
+        lambda shape, _: masks.prefix_lm([shape.seqlen_k // 4] * shape.batch),
+    ),
     "documents": MaskKind("documents of 256 tokens, or of SIZE tokens", _documents, size=256),
     "ragged_documents": MaskKind(
         "documents of different lengths, 256 or SIZE on average", _ragged_documents, size=256

@@ -341,7 +341,8 @@ class NormCheck(Check):
     def call(self, device: torch.device) -> Call:
         names = list(self._sizes())
         function: Call = functional.rms_norm if self.rms else functional.layer_norm
-        options = {"dropout_p": self.dropout_p, "return_residual": self._has_total()}
+        total = self.residual or self.dropout_p > 0.0
+        options = {"dropout_p": self.dropout_p, "return_residual": total}
 
         def call(*tensors: Tensor) -> Any:
             given = dict(zip(names, tensors, strict=True))
@@ -369,9 +370,6 @@ class NormCheck(Check):
         if self.residual:
             sizes["residual"] = matrix
         return sizes
-
-    def _has_total(self) -> bool:
-        return self.residual or self.dropout_p > 0.0
 
 
 # ---- helpers ------------------------------------------------------------------------------------

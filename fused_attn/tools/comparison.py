@@ -159,7 +159,7 @@ class ComparisonReport:
 
 def module_of(name: str, kind: str) -> str:
     """Return the module that a compared tensor belongs to, or the name of a model output."""
-    return name.rpartition(".")[0] if kind == "param grad" else name
+    return name.rpartition(".")[0] if kind.startswith("param grad") else name
 
 
 def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
@@ -170,6 +170,6 @@ def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
     return dataclasses.replace(worst, kind=f"{worst.kind}, worst of {len(rows)}")
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    """Join the first `most` names; append "..." if there are more."""
-    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])
+def _some(names: Sequence[str]) -> str:
+    """Join the first three names; append "..." if there are more."""
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])

@@ -153,7 +153,7 @@ def judge(
             from the measured error is below the error of `got`.
     """
     if got.shape != truth.shape:
-        return Finding(name, math.inf, 0.0, f": shape {_size(got)}, not {_size(truth)}")
+        return Finding(name, math.inf, 0.0, f": shape {tuple(got.shape)}, not {tuple(truth.shape)}")
     truth = truth.double()
     undefined = ~truth.isfinite()
     if not torch.equal(got[undefined].double(), truth[undefined]):
@@ -170,10 +170,6 @@ def judge(
         f" at {at} (got {got[at].item():.8g}, truth {truth[at].item():.8g}); allowed "
         f"{most:.3e} = {factor:g} x {by:.3e} ({whose}) + a rounding",
     )  # fmt: skip
-
-
-def _size(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
 
 
 # ---- a call -------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ class Recorder:
             if tensor.grad is not None:
                 found[name, "input grad"] = tensor.grad
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and any(_within(name, w) for w in self.watched):
+            watched = any(not w or name.startswith(f"{w}.") for w in self.watched)
+            if parameter.grad is not None and watched:
                 found[name, "param grad"] = parameter.grad
         return found
 
@@ -202,7 +203,3 @@ def copied(value: Any, dtype: torch.dtype | None = None, device: torch.device | 
         return value
 
     return copy(value)
-
-
-def _within(name: str, module: str) -> bool:
-    return not module or name.startswith(f"{module}.")

@@ -12,8 +12,10 @@ from helpers import assert_contract
 from torch import Tensor
 from torch.nn import Module
 
+from fused_attn.tools.recording import copied
 from fused_attn.tools.rounding import Expected
 
+cast = copied
 DRAWS = 4
 EMBED, HEADS, BATCH, LEN_Q, LEN_K = 24, 3, 2, 5, 7
 
@@ -71,9 +73,7 @@ def run(
 
     A tensor passed as several inputs is copied once, so that self-attention stays self-attention.
     """
-    copies: dict[int, Any] = {}
-    args = tuple(_leaf(a, copies) for a in args)
-    kwargs = {k: _leaf(v, copies) for k, v in (kwargs or {}).items()}
+    args, kwargs = copied((args, kwargs or {}))
     module.zero_grad(set_to_none=True)
     outputs = module(*args, **kwargs)
     if isinstance(outputs, Tensor):
@@ -142,32 +142,6 @@ def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def pooled(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack the results of several runs along a new first dimension, by name."""
     return {name: torch.stack([results[name] for results in runs]) for name in runs[0]}
-
-
-def cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Convert the float tensors in a tuple or dict; repeated tensors share one converted copy."""
-    copies: dict[int, Tensor] = {}
-
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if id(value) not in copies:
-            converted = value.detach().to(dtype)
-            copies[id(value)] = converted.requires_grad_(value.requires_grad)
-        return copies[id(value)]
-
-    if isinstance(inputs, Mapping):
-        return {k: convert(v) for k, v in inputs.items()}
-    return tuple(convert(v) for v in inputs)
-
-
-def _leaf(value: Any, copies: dict[int, Any]) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if id(value) not in copies:
-        leaf = value.detach().clone()
-        copies[id(value)] = leaf.requires_grad_(value.requires_grad)
-    return copies[id(value)]
 
 
 def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:

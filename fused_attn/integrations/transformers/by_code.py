@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from torch.nn import Module
 
-from fused_attn.integrations.bytecode import same_code_key
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.integrations.transformers.rotary import RotaryAttention, fused_forward
@@ -32,8 +31,6 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
 _METHODS = ("forward", "_norm", "__call__")  # whose code is compared
 # Endings of class names; other classes are not compared.
 _ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
-
-
 _registering = threading.Lock()
 
 
@@ -103,4 +100,9 @@ def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
 
 
 def _code(cls: type) -> Any:
-    return same_code_key(cls, _METHODS)
+    """Return a key that is equal for classes whose methods have equal code, wherever it is."""
+    found = [getattr(vars(cls).get(name), "__code__", None) for name in _METHODS]
+    return tuple(
+        code and (code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars)
+        for code in found
+    )

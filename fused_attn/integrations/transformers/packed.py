@@ -18,6 +18,8 @@ from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
 PACKING = "fused_attn_packing"  # keyword argument that passes a Packing to the attention
+# Return the same Mask in each layer and step, because it caches what kernels need.
+_window, _everything = functools.cache(masks.sliding_window), functools.cache(Mask)
 
 
 def encoder_arguments(
@@ -34,7 +36,7 @@ def encoder_arguments(
         refused: features that packed batches do not support; True for those that the layer uses.
     """
     names = [name for name, given in refused.items() if given]
-    own = _window(window)
+    own = _everything() if window is None else _window(window - 1, window - 1)
     if mask is not None and not is_compiling():
         known = isinstance(mask, Mask) and not mask.tensors()
         if not known or mask.conditions() != own.conditions():
@@ -45,12 +47,6 @@ def encoder_arguments(
             "remove_padding=False to swap_modules"
         )
     return packing.varlen_arguments() | {"attn_mask": own}
-
-
-@functools.cache
-def _window(window: int | None) -> Mask:
-    """Return the mask of a window; the same in each layer, because it caches what kernels need."""
-    return Mask() if window is None else masks.sliding_window(window - 1, window - 1)
 
 
 def batching_arguments(
@@ -76,14 +72,6 @@ def batching_arguments(
         "cu_seqlens_k": kwargs["cu_seq_lens_k"],
         "max_seqlen_q": kwargs["max_length_q"],
         "max_seqlen_k": kwargs["max_length_k"],
-        "attn_mask": _newest_last(window),
+        # The queries are the newest tokens of their sequences.
+        "attn_mask": _window(-1 if window is None else window - 1, 0, "bottom_right"),
     }
-
-
-@functools.cache
-def _newest_last(window: int | None) -> Mask:
-    """Return the mask of queries that are the newest tokens of their sequences.
-
-    The Mask is the same object in each layer and step, because it caches its kernel-level form.
-    """
-    return masks.sliding_window(-1 if window is None else window - 1, 0, align="bottom_right")

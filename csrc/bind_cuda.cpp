@@ -240,6 +240,7 @@ PYBIND11_MODULE(FUSED_ATTN_CUDA_MODULE, m) {
   FUSED_ATTN_DEFINE("norm_bwd", norm_bwd);
 #undef FUSED_ATTN_DEFINE
   m.def("set_exchange_api", &set_exchange_api);
+  m.def("launch_obstacle", &launch_obstacle);
   m.def("launches_of", &launches_of);
   m.def("norm_bwd_parts", &norm_bwd_parts);
   m.def("score_tile", &score_tile);

@@ -41,7 +41,11 @@ FUSED_ATTN_HOST_DEVICE SequenceRows sequence_rows(const AttentionParams& p,
                                                   const int64_t* cu_seqlens, int64_t b,
                                                   int64_t seqlen) {
   if (cu_seqlens == nullptr) return {b, 0, seqlen};
+#ifdef __CUDA_ARCH__
+  constexpr bool left_out = false;  // registers for it would spill those of dK and dV
+#else
   const bool left_out = p.left_out != nullptr && p.left_out[b] != 0;
+#endif
   return {0, cu_seqlens[b], left_out ? 0 : cu_seqlens[b + 1] - cu_seqlens[b]};
 }
 FUSED_ATTN_HOST_DEVICE SequenceRows query_rows(const AttentionParams& p, int64_t b) {

@@ -14,6 +14,8 @@ struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Returns the reason why the kernels cannot run on the current GPU, or null if they can.
+const char* launch_obstacle();
 void run_attention_fwd(const AttentionParams& params, const GpuParams& gpu);
 void run_attention_bwd(const AttentionBwdParams& params, const GpuParams& gpu);
 void run_attention_decode(const AttentionParams& params, const CacheParams& cache,

@@ -34,7 +34,9 @@ constexpr int kMaxPlainHeadDim = 128;
 // Returns true if a call requires the general kernel: if its scores are not QK^T times a positive
 // factor, if it has dropout, or if no plain kernel is compiled for its head_dim.
 inline bool is_general(const AttentionParams& p) {
-  return p.softcap > 0.0 || p.dropout_p > 0.0 || p.scale <= 0.0 || p.mask.slopes != nullptr ||
+  // Units multiplies masked scores, -inf, by the factor: NaN if it underflows to 0.
+  const bool positive = static_cast<float>(p.scale * 1.4426950408889634) > 0.0f;
+  return p.softcap > 0.0 || p.dropout_p > 0.0 || !positive || p.mask.slopes != nullptr ||
          p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
          p.head_dim_v > kMaxPlainHeadDim;
 }

@@ -116,7 +116,7 @@ FUSED_ATTN_DEVICE void store_chunk(void* address, const Chunk& value) {
 // Adds to two adjacent floats in global memory, each atomically. The address must be a multiple of
 // 8 bytes.
 FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
   atomicAdd(reinterpret_cast<float2*>(address), make_float2(value.low, value.high));
 #else
   atomicAdd(address, value.low);
@@ -260,14 +260,27 @@ FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
 
 using Stream = cudaStream_t;
 
+// Returns the reason why the current GPU cannot run a kernel, for example because it was compiled
+// for other GPUs or the driver is too old, or null if it can.
+template <class Args>
+const char* obstacle(void (*kernel)(Args)) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  cudaGetLastError();  // clear the error
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
 // Starts a kernel without waiting for it. Returns an error message if that fails, otherwise null.
 template <class Args>
 const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
                          const std::remove_const_t<Args>& args, Stream stream) {
   constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory than this is opt-in
+  // The limit of the GPU with the least. Each launch requests the same, because another thread may
+  // set the attribute before this thread launches.
+  constexpr int kRequested = 99 << 10;
   if (shared_size > kWithoutAsking) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRequested);
     if (error != cudaSuccess) {
       cudaGetLastError();  // clear the error, so that later calls do not report it again
       return cudaGetErrorString(error);

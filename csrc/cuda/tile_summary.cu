@@ -26,6 +26,8 @@ void find_ranges(const int64_t* ids, int64_t batch, int64_t stride, int64_t seql
 
 }  // namespace
 
+const char* launch_obstacle() { return obstacle(id_ranges_kernel); }
+
 void run_tile_summary(const SummaryParams& params, const GpuParams& gpu) {
   const int64_t rows = (params.sizes[2] + kSummaryTileM - 1) / kSummaryTileM;
   const int64_t columns = (params.sizes[3] + kSummaryTileN - 1) / kSummaryTileN;

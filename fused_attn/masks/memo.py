@@ -89,6 +89,9 @@ def recall(
     return recall_eager(memo, key, tensors, device, make, limit)
 
 
+# Values read during the capture of a CUDA graph, by id: its replays read their memory.
+_of_graphs: dict[int, object] = {}
+
 # Maps id(tensor) to the memo of the tensor. An id is unique only while its tensor is alive, so
 # `memo_of` compares the referenced tensor.
 _of_tensors: dict[int, tuple[weakref.ref[Tensor], Memo]] = {}
@@ -161,6 +164,8 @@ def recall_eager(
         else:
             if entry.read:
                 note_reads(read)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                _of_graphs[id(entry.value)] = entry.value
             return entry.value  # type: ignore[return-value]
     computing: list[dict[int, Tensor]] = _of_thread.__dict__.setdefault("computing", [])
     computing.append({})

@@ -46,6 +46,15 @@ def compile_for(arch: str, source: Path) -> Path:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("name", "params"), PASSES, ids=[name for name, _ in PASSES])
 def test_attention_does_not_spill(name, params, head_dim, arch, tmp_path):
+    check_spills(name, params, head_dim, arch, tmp_path)
+
+
+def test_the_kernel_with_the_most_registers_does_not_spill(tmp_path):
+    check_spills("attention_bwd_dkdv", dict(PASSES)["attention_bwd_dkdv"], 128, "90a", tmp_path)
+
+
+def check_spills(name, params, head_dim, arch, tmp_path):
+    """Compile the kernels of a pass for a head_dim, and assert that none of 16 bits spills."""
     arguments = ", ".join(f"const {p}&" for p in [*params.split(), "GpuParams"])
     source = (CUDA / "instantiate.cu.in").read_text()
     for field, value in (("pass", name), ("head_dim", str(head_dim)), ("arguments", arguments)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import BACKENDS
@@ -11,7 +14,10 @@ if "cuda" not in BACKENDS:
 
 from helpers import device_of
 
+from fused_attn import functional as F
+from fused_attn import masks
 from fused_attn.backends import AttentionProblem, get_backend
+from fused_attn.backends.cuda import module
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
 from fused_attn.call.attention import AttentionCall, AttentionOptions
@@ -115,6 +121,25 @@ def test_choice():
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
     assert "runs on" in CUDA.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
     assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float64, 8, 8))
+
+
+def test_gpus_that_cannot_run_the_kernels_are_refused(monkeypatch):
+    """The module may have been compiled for other GPUs, or for a newer driver."""
+    assert compiled().launch_obstacle() is None
+    stand_in = SimpleNamespace(launch_obstacle=lambda: "no kernel image is available")
+    monkeypatch.setattr(module, "_cuda", stand_in)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    assert module.launch_obstacle(torch.device("cuda", 63)) == [
+        "its kernels cannot run on this GPU: no kernel image is available"
+    ]
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-50])
+def test_scales_that_are_0_in_float32(scale):
+    x = torch.randn(3, 1, 1, 130, 64, device=DEVICE, dtype=torch.bfloat16)
+    out = F.scaled_dot_product_attention(*x, masks.causal(), scale=scale, backend="cuda")
+    means = x[2].float().cumsum(-2) / torch.arange(1, 131, device=DEVICE)[:, None]
+    torch.testing.assert_close(out.float(), means, rtol=0, atol=2e-2)
 
 
 def test_tensors_on_other_devices_are_refused():

@@ -249,6 +249,11 @@ FUSED_ATTN_MEETS void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], ui
 
 using Stream = void*;
 
+template <class Args>
+const char* obstacle(void (*)(Args)) {
+  return nullptr;
+}
+
 // Runs all blocks of a kernel before it returns. Returns an error message, valid until the thread's
 // next launch, or null.
 template <class Args>

@@ -200,6 +200,22 @@ def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
     assert not mask.memo
 
 
+def test_a_captured_graph_keeps_the_cached_values_that_it_reads(monkeypatch):
+    """Masks that the host describes are on the GPU when a capture begins; replays read them."""
+    monkeypatch.setattr(memo, "stream_of", lambda device: 1)
+    monkeypatch.setattr(memo, "_of_graphs", {})
+    cached, device = {}, torch.device("cuda")
+
+    def recalled():
+        return memo.recall(cached, "key", [], device, lambda: torch.ones(3))
+
+    first = weakref.ref(recalled())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert recalled() is first()
+    cached.clear()
+    assert first() is not None
+
+
 def test_norms_do_not_depend_on_return_residual():
     """The norm of a sum is bitwise identical with and without return_residual and gradients."""
     x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")

@@ -192,6 +192,8 @@ def test_cuda_is_built_for_the_installed_gpus(tmp_path):
     line, built = said("echo NVIDIA-SMI 535.10 has failed; exit 9")
     assert line.startswith("for all GPUs (none was found here; ")
     assert built >= {"compute_80", "compute_90a"}
+    line, built = said("echo 99.9")
+    assert line.startswith("for all GPUs (nvcc does not know sm_999, but newer GPUs run its PTX; ")
     line, built = said("echo 9.0", "80", "100")
     assert line.startswith("for 80;100, about")
     assert built == {"compute_80", "compute_100"}

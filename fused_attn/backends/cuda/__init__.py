@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.cuda import attention, norm
-from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
+from fused_attn.backends.cuda.module import (
+    compiled,
+    emulated,
+    launch_obstacle,
+    unavailable,
+    use_module,
+)
 from fused_attn.backends.kernels import KernelBackend
 from fused_attn.backends.machine import too_old
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits
@@ -42,7 +48,7 @@ class CudaBackend(KernelBackend):
         if device != own:
             reasons.append(f"runs on {own}, not on {device}")
         elif device == "cuda" and not reasons:
-            reasons += too_old(problem.device)
+            reasons += too_old(problem.device) or launch_obstacle(problem.device)
         if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
             reasons.append("does not support head_dim 0")  # kernels cannot address empty rows
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)

@@ -10,6 +10,7 @@ import torch
 
 from fused_attn.backends.fields import check_fields
 from fused_attn.base.namespace import NAMESPACE
+from fused_attn.base.torch_state import traced_as_constant
 from fused_attn.call.attention import AttentionCall
 from fused_attn.call.norm import NormCall
 
@@ -62,6 +63,22 @@ def unavailable() -> list[str]:
     if torch.version.hip is not None:
         return ["runs on NVIDIA GPUs only"]
     return [] if torch.cuda.is_available() else ["requires a GPU, but torch finds none"]
+
+
+@traced_as_constant
+def launch_obstacle(device: torch.device) -> list[str]:
+    """Return the reason why no kernel can be launched on a GPU; empty if they can.
+
+    The module may have been compiled for other GPUs, or for a newer driver.
+    """
+    return _launch_obstacle(device)
+
+
+@functools.cache
+def _launch_obstacle(device: torch.device) -> list[str]:
+    with torch.cuda.device(device):
+        error = compiled().launch_obstacle()
+    return [] if error is None else [f"its kernels cannot run on this GPU: {error}"]
 
 
 def run(

@@ -214,13 +214,6 @@ def test_hooks_are_called_and_handles_work():
     report.restore()
 
 
-def test_references_outside_the_model_are_swapped_too():
-    model = Block()
-    kept = [model.norm]
-    swap_modules(model)
-    assert type(kept[0]) is fnn.LayerNorm
-
-
 def test_swapping_twice_changes_nothing():
     model = Block()
     swap_modules(model)
@@ -263,14 +256,6 @@ def test_compiled_before_the_swap_uses_what_was_swapped():
     assert isinstance(report, SwapReport)
     assert type(model.norm) is fnn.LayerNorm
     torch.testing.assert_close(compiled(x), expected)
-
-
-def test_restore_refuses_modules_that_changed_class():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(4))
-    report = swap_modules(model)
-    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
-    with pytest.raises(RuntimeError, match="first undo whatever changed its class"):
-        report.restore()
 
 
 def test_report_says_what_a_gpu_runs_on():

@@ -231,13 +231,6 @@ def test_restore():
     assert type(model.embeddings.LayerNorm) is torch.nn.LayerNorm
 
 
-def test_norms_alone_leave_the_attention():
-    model = BertModel(config())
-    swap_modules(model, attention=False)
-    assert model.config._attn_implementation == "sdpa"
-    assert type(model.embeddings.LayerNorm) is fnn.LayerNorm
-
-
 def test_swapping_twice_and_comparing_a_swapped_model():
     model = BertModel(config())
     swap_modules(model)
@@ -247,14 +240,6 @@ def test_swapping_twice_and_comparing_a_swapped_model():
     assert "modules that were already fused: 11" in str(again)
     with pytest.raises(ValueError, match="got one with fused modules"):
         compare(model, **inputs())
-
-
-def test_register_is_idempotent():
-    integration.register()
-    integration.register()
-    model = BertModel(config())
-    model.set_attn_implementation("fused_attn")
-    assert model(**inputs()).last_hidden_state.isfinite().all()
 
 
 # ---- the attention function ---------------------------------------------------------------------

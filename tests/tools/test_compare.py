@@ -184,18 +184,6 @@ def test_complex_buffers_stay_complex(monkeypatch):
     assert not compare(Rotation(), torch.randn(4, 16, dtype=torch.bfloat16)).ok
 
 
-def test_nan_is_above_the_limit(monkeypatch):
-    exact = functional.layer_norm
-
-    def broken(*args, **kwargs):
-        out = exact(*args, **kwargs)
-        return out.index_fill(-1, torch.tensor([0]), float("nan"))
-
-    monkeypatch.setattr(functional, "layer_norm", broken)
-    model = torch.nn.Sequential(torch.nn.LayerNorm(16))
-    assert not compare(model, torch.randn(4, 16), backward=False).ok
-
-
 def test_the_model_is_left_as_it_was():
     model = transformer(dropout=0.5)
     state = {name: value.clone() for name, value in model.state_dict().items()}

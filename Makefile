@@ -160,7 +160,7 @@ test-isas: env ## run the tests of attention, norms and gradients on each instru
 # with those that torch selects for this CPU.
 DRAWS ?= 20
 DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
-test-draws: env ## run the numerics tests with DRAWS other seeds, each with three sets of torch's CPU kernels
+test-draws: env ## run the numerics tests with DRAWS other seeds, each at three of torch's CPU capability levels
 	@failed=0; for draw in $$(seq $(DRAWS)); do for capability in default avx2 ""; do \
 		echo "draw $$draw, ATEN_CPU_CAPABILITY=$$capability"; \
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \

@@ -45,8 +45,8 @@ void read(Fields& fields, PartialSums* p) {
   fields.pointer("partial_sums", &p->data, "2AC");
 }
 
-// On GPUs, the mask that does not depend on the query (key_mask) has a summary. The overloads below
-// read it for the passes that have a mask.
+// key_mask, which does not depend on the query, has a tile summary on GPUs. These overloads read it
+// for attention passes, and do nothing for passes without a mask.
 template <class Params>
 void read_key_mask_summary(const py::handle&, Fields&, Params*) {}
 void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionParams* p) {

@@ -17,7 +17,7 @@ const KernelTable& kernels_for(const Params&) {
 const KernelTable& kernels_for(const AttentionWeightsParams& p) { return attention_kernels(p.fwd); }
 const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
 
-// Runs a pass without the GIL. Throws std::bad_alloc if the pass is out of memory.
+// Runs a pass without the GIL. Throws std::bad_alloc if the pass runs out of memory.
 template <class Params>
 void run_pass(bool (*pass)(const Params&), const Params& params) {
   py::gil_scoped_release release;

@@ -27,7 +27,7 @@ struct DecodeTile {
   FUSED_ATTN_DEVICE bool is_first() const { return first == 0; }
 };
 
-// Returns the number of row tiles of a group of heads.
+// Returns the number of row tiles of the query heads that share a key/value head.
 inline int64_t row_tiles(const AttentionParams& p) {
   return (p.num_heads / p.num_heads_kv * p.seqlen_q + kDecodeRows - 1) / kDecodeRows;
 }

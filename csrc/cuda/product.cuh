@@ -180,8 +180,8 @@ struct Product {
   }
 };
 
-// Matmuls of float32, by multiply-adds or on tensor cores in TF32. The weights are staged through
-// shared memory, so that loops over their columns need not be unrolled.
+// float32 matmuls, with FMAs or TF32 tensor cores. The weights are staged through shared memory,
+// so that loops over their columns need not be unrolled.
 template <>
 struct Product<float> {
   static constexpr bool kRoundsWeights = false;

@@ -40,7 +40,7 @@ struct ScoreTile {
     i_begin = static_cast<int>(m * kTile);
     j_begin = static_cast<int>(n * kTile);
   }
-  // Returns the number of blocks for all tiles of `rest` outputs of shape (seqlen_q, seqlen_k).
+  // Returns the grid size for `rest` outputs of shape (seqlen_q, seqlen_k): one block per tile.
   static int64_t blocks(const AttentionParams& p, int64_t rest) {
     return count_tiles(p.seqlen_q, kTile) * count_tiles(p.seqlen_k, kTile) * rest;
   }

@@ -33,7 +33,7 @@ def attend_to_all(
     heads: tuple[int, int],
     named: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of some of the heads of a call, with all positions.
+    """Compute out and lse for a subset of the heads of a call, over all positions.
 
     Args:
         query, key, value: (batch, heads, positions, dim).

@@ -324,8 +324,8 @@ def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Shardi
     size = size_of(groups)
     if isinstance(load_balancer, str) and load_balancer not in ("zigzag", "contiguous"):
         raise ValueError(
-            'load_balancer must be "zigzag", "contiguous" or, in context_parallel, "balanced", '
-            f"got {load_balancer!r}"
+            'load_balancer must be "zigzag", "contiguous", "balanced" (context_parallel only), a '
+            f"Sharding or a function that returns one, got {load_balancer!r}"
         )
     if load_balancer is None or load_balancer == "zigzag":
         return Sharding.zigzag(length, size)

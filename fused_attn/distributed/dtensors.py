@@ -82,7 +82,7 @@ class TensorSharding:
         return [p for p in self.placements if p.is_shard()] != []
 
     def to_local(self, tensor: Any) -> Any:
-        """Return the shard of a DTensor that has the dimensions of `shape`, or None for None."""
+        """Return this rank's shard of a DTensor with the dimensions of `shape`; None stays None."""
         if tensor is None:
             return None
         return _waited(tensor.redistribute(self.mesh, self.placements).to_local())
@@ -137,7 +137,7 @@ class TensorSharding:
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory; an AsyncCollectiveTensor has none before it is waited for."""
+    """Return a plain tensor; waits for an AsyncCollectiveTensor, whose wrapper has no storage."""
     return tensor if type(tensor) in PLAIN_TYPES else tensor.clone()
 
 

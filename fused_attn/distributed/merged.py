@@ -29,8 +29,8 @@ class MergedOutputs:
     """
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
-        # out and total are sums of terms with the factor exp(-maximum). lse of each part has twice
-        # the precision of float32 (lse + lse_residual), so it is processed in float64.
+        # out and total are sums scaled by exp(-maximum), as in online softmax. lse + lse_residual
+        # has twice the precision of float32, so lse is processed in float64.
         self.dtype, rows = statistics_dtype(query.dtype), query.shape[:3]
         self._out = query.new_zeros(*rows, value.shape[3], dtype=self.dtype)
         self._total = query.new_zeros(rows, dtype=torch.float64)

@@ -154,7 +154,7 @@ def _blocks(
     prefix: bool,
     alignment: int,
 ) -> list[tuple[Piece, Piece]]:
-    """Return the blocks of queries and keys of two ranks, one for each pair of pieces."""
+    """Return the (queries, keys) blocks of all pairs of pieces that have visible keys."""
     blocks = []
     for query, key in itertools.product(queries, keys):
         if query.sequence != key.sequence:

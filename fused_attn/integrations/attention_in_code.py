@@ -34,8 +34,8 @@ EITHER = (
 def attention_in(module: Module) -> str | None:
     """Return CALLS_SDPA, BY_HAND or EITHER if the code of a module has attention, else None.
 
-    The code is that of `forward` and of the functions that it calls by name, in any order of the
-    operations. Whether they belong together, and which branch runs, is known only at run time.
+    Counts operations in the code of `forward` and of its callees, in any order. Which of them run,
+    and whether they form attention, is known only at run time.
     """
     function = _function(module.forward)
     found = _operations(function, module, {}) if function else Counter()

@@ -67,8 +67,8 @@ def loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
     The operator @ yields "matmul". The value is None if the code does not determine it.
 
     Args:
-        function: a method of `module`, or a function that one calls.
-        module: the module whose attributes the names may be.
+        function: a method of `module`, or a function called by such a method.
+        module: the module in which attributes of `self` are looked up.
     """
     for code in codes(function.__code__):
         value: Any = None

@@ -211,7 +211,7 @@ def _forget_dispatch() -> None:
 
 
 def _tag() -> None:
-    """Add _TAG to the thread's key if `enable()` or a block of the thread is in effect."""
+    """Add _TAG to the thread's cache key if `enable()` or `enabled()` applies, else remove it."""
     key = _config.cache_key_tag.replace(_TAG, "")
     in_effect = _enabled_counts is not None or bool(_thread.blocks)
     _config.cache_key_tag = key + _TAG if in_effect else key

@@ -77,8 +77,7 @@ def materialize(
 
 
 def _visible_rows(mask: Mask, shape: Shape, rows: range | slice, device: torch.device) -> Tensor:
-    """Return the visible positions of some rows: bool, broadcastable to (batch, num_heads, rows,
-    seqlen_k)."""
+    """Return the mask of a row range: bool, broadcastable to (batch, heads, rows, seqlen_k)."""
     batch, heads, _, seqlen_k = shape
     spec = spec_of_mask(mask, *shape, device)
     start, count = rows.start, rows.stop - rows.start

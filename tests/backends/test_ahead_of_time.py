@@ -39,7 +39,7 @@ MEASURED_SPILLS = 128
 
 
 def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
-    """Return a mask for each of the kernels' code paths for masks."""
+    """Return one mask for each mask code path of the kernels."""
     ids = torch.arange(LENGTH) // 64
     return {
         "causal": masks.causal(),  # calls without a mask use the same kernel

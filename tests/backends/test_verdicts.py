@@ -410,7 +410,7 @@ def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
 
 
 def test_folder_is_the_users_cache(monkeypatch):
-    """Verdicts are stored under $XDG_CACHE_HOME; conftest.py replaces the function in tests."""
+    """verdicts.folder() follows $XDG_CACHE_HOME. runpy reloads it: conftest.py has patched it."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     folder = runpy.run_path(verdicts.__file__)["folder"]
     assert folder() == Path("/somewhere/fused_attn/verdicts")

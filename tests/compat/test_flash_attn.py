@@ -13,7 +13,7 @@ from fused_attn.compat.flash_attn.arguments import mask_of
 
 WINDOWS = [(-1, -1), (3, 2), (None, 1)]
 LENGTHS = [(7, 7), (3, 9), (9, 4)]  # queries, keys
-# Each causal flag, window and pair of lengths occurs with and without ALiBi and softcap.
+# Each (causal, window, lengths) is paired with one ALiBi and softcap setting, in rotation.
 CASES = [
     (causal, window, alibi, softcap, lengths)
     for (causal, window, lengths), (alibi, softcap) in zip(

@@ -143,7 +143,7 @@ def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
 
 
 def test_threads_without_the_tag_compile_torchs_own():
-    """If the cache key tag is thread-local, a thread that lacks it compiles torch's attention."""
+    """If cache_key_tag is thread-local, a thread without enable()'s tag compiles torch's SDPA."""
     query = torch.randn(BATCH, HEADS, LEN, 8)
     fused_attn.enable()
     tags = []

@@ -79,7 +79,7 @@ def test_llama_with_packed_documents(calls):
 
 
 def test_bert_with_padding(calls):
-    """BERT's padding reaches the backend without a dense mask, and with blocks to skip."""
+    """BERT's padding is passed without a dense mask, and fully padded blocks are skipped."""
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, max_position_embeddings=LENGTH, attn_implementation="eager",

@@ -1,4 +1,4 @@
-"""scripts/words.py finds planted breaches of its rules, and files contain its exceptions."""
+"""scripts/words.py reports planted violations, and none of its exceptions is obsolete."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Expression:
         return visible, bias
 
     def _paddings(self) -> list[Expression]:
-        """Return the right paddings, which determine where sequences end."""
+        """Return the padding masks with side="right", whose lengths end the sequences."""
         if self.kind == "and":
             return [own for member in self.members for own in member._paddings()]
         return [self] if self.kind == "padding" and self.arguments[-1] == "right" else []

@@ -60,7 +60,7 @@ class ThreadRanks(Ranks):
 
 
 class Threads(NamedTuple):
-    """Runs functions of ring_cases on ranks that are threads, as `Processes` does on processes.
+    """Ranks that are threads of this process, with the interface of `Processes`.
 
     Attributes:
         mesh: shape of the mesh.

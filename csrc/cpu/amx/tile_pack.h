@@ -15,8 +15,8 @@ constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // rows of a query tile, k
 struct KeyBlock {
   uint16_t *key, *value;
   bool packed;
-  // Rows of value with non-finite elements. A weight of 0 must not multiply them, so they are
-  // packed as 0, and the kernels add their contributions separately.
+  // Rows of value with non-finite elements. They are packed as 0, because 0 * NaN is NaN even for
+  // masked keys; the kernels add their contributions separately.
   int num_nonfinite;
   uint8_t nonfinite[kTileKeys];
 };

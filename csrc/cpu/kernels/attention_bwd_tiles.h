@@ -73,9 +73,9 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   static constexpr int64_t kGroup = Sums::kGroup, kBlocks = Sums::kBlocks;
 
  public:
-  // Returns true if run() also computes the bias gradient. The separate pass of
-  // attention_bwd_bias.h computes it if the bias is broadcast over queries or keys, or if BiasRows
-  // requires all keys of a row but the keys would be split.
+  // Returns true if run() also computes the bias gradient. Otherwise attention_bwd_bias.h computes
+  // it in a separate pass: if the bias is broadcast over queries or keys, or if BiasRows requires
+  // all keys of a row but split-KV would divide them.
   static bool supports_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
   // Returns true if run() does not support the call: weight gradients are unbounded, so in formats

@@ -19,8 +19,8 @@ inline int64_t keys_per_split(const AttentionParams& p) {
   return max64(kSplitBytes / max64(bytes, 1) / kMinKeys, 1) * kMinKeys;
 }
 
-// Returns the number of keys of sequence b up to the last visible one. The rest of a padded batch
-// is not read, so the blocks are those of the sequence alone.
+// Returns the number of keys of sequence b up to the last visible one. Later keys are not read,
+// so the KV blocks do not depend on the padding of the batch.
 inline int64_t decode_keys(const AttentionParams& p, int64_t b) {
   const int64_t count = key_rows(p, b).count;
   const SequenceBounds bounds = sequence_bounds(p.mask, b, query_rows(p, b).count, count);

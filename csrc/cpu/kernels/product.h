@@ -332,7 +332,7 @@ class PairProduct {
   }
   static int64_t scratch_size(int64_t dim) { return kParts * kRows * pad_dim(dim) / 2; }
 
-  // Each part plane of the buffer holds `panels` panels.
+  // The buffer has one plane for each part of a number, and each plane has `panels` panels.
   static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
     const int64_t wide = pad_dim(dim);
     for (int64_t l = 0; l < kLane; ++l) {

@@ -241,8 +241,8 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 
 typedef int16_t Residuals __attribute__((vector_size(kVectorBytes / 2)));
 
-// Stores the rounding residuals of a row of n elements. `rounded` is the row as it was stored, and
-// must be complete. Residuals saturate at 16 bits.
+// Stores the rounding residuals of a row of n elements. `rounded` is the row after rounding, and
+// must already be written in full. Residuals saturate at 16 bits.
 template <class T>
 inline void store_residual_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
   constexpr int32_t kMost = 0x7FFF;

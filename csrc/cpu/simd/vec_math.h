@@ -137,7 +137,7 @@ struct ExpUnit {
 
 #if defined(__AMX_BF16__)
 // Returns 2^y with the error of Exp2FloorPoly. y must be NaN or at most slightly positive. If 2^y
-// is subnormal, the result may be any number from 0 to 2^y, because MMAs flush subnormals to 0.
+// is subnormal, any value in [0, 2^y] is correct, because MMAs flush subnormal operands to 0.
 template <Precision kPrecision>
 FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
   // VREDUCEPS returns y - floor(y), and VSCALEFPS scales by 2^floor(y). Both handle infinities.

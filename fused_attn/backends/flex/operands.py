@@ -90,7 +90,7 @@ class _Structure(NamedTuple):
 
 
 def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
-    """Return the tensors that a call's mask needs, and their pattern; cached on the MaskSpec.
+    """Return the operands of a call's mask and their Pattern; cached on the MaskSpec.
 
     A Mask caches its MaskSpec, so the layers of a model share the operands.
     """

@@ -170,7 +170,7 @@ class Search:
                 )
             return ("multiply", factor)
         if numbers:
-            raise NotFusedError("scores are multiplied by a tensor after the mask")
+            raise NotFusedError("the scores are multiplied by a tensor after the mask")
         if ("tanh",) in self.steps:
             raise NotFusedError(
                 "tanh of the scores is multiplied by a factor that is not a constant"
@@ -178,7 +178,7 @@ class Search:
         shape = shape_of(other)
         number = isinstance(other, Node) and isinstance(other.meta.get("example_value"), SymFloat)
         if not number and (shape is None or (len(shape) > 0 and shape[-1] != 1)):
-            raise NotFusedError("scores are multiplied by a tensor that differs between keys")
+            raise NotFusedError("the scores are multiplied by a tensor that differs between keys")
         return ("multiply" if name == "mul" else "divide", other)
 
     def _where(self, node: Node, go_up: Callable[[Any, Node], None]) -> None:

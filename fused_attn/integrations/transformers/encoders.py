@@ -381,7 +381,7 @@ def _choose_packing(
         isinstance(encoder, PackedModel)
         and (
             is_compiling()  # the next condition reads values
-            # Windows count the tokens between a query and a key.
+            # Removing padding between tokens changes their distances, which windows depend on.
             or int((real[:, 1:] != real[:, :-1]).sum(1).max()) > 1
         )
     ):

@@ -29,7 +29,7 @@ class AttentionBias:
     _mask = _padded_mask = cast("Mask | None", None)  # caches
 
     def _band(self) -> tuple[int, int, str] | None:
-        """Return the arguments of masks.sliding_window."""
+        """Return the arguments of masks.sliding_window for the band; None without a band."""
         return None if self._align is None else (self._window_size - 1, 0, self._align)
 
     @property

@@ -223,12 +223,12 @@ def _attention(
 def _positive_scale(
     query: Tensor, scale: float | None, is_causal: bool
 ) -> tuple[Tensor, float | None]:
-    """Return query and scale with the same scores, and no negative scale if is_causal.
+    """Return query and scale with the same scores, and a positive scale if is_causal.
 
     torch's CPU kernel multiplies -inf at masked positions by the scale.
     """
-    if is_causal and scale is not None and scale < 0.0:
-        return -query, -scale
+    if is_causal and scale is not None and scale <= 0.0:
+        return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
     return query, scale
 
 

@@ -133,4 +133,11 @@ def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
     own = mask.shape[:-3]
     if mask.dim() <= 3 or math.prod(own) == 1:
         return mask.reshape(mask.shape[-3:])
-    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])
+    try:
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    except RuntimeError:
+        got = tuple(mask.shape)
+        raise ValueError(
+            f"attn_mask must have batch dimensions that broadcast to {batch}, got shape {got}"
+        ) from None
+    return mask.reshape(math.prod(batch), *mask.shape[-3:])

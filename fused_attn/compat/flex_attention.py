@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dis import opmap
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -61,6 +62,7 @@ Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 _TOLERANCE = 1e-6  # relative error of a score_mod that computes in float32
 _LARGE = 1e9  # a score for which tanh is 1 in every score_mod
+_SAMPLES, _LEAST_SCORES = 4, 256  # scores in [-6, 6] per position, and in total
 # Ranges of scores, besides [-6, 6], over which the positions spread.
 _RANGES = ((6.0, 1e3), (-6.0, -1e3), (1e3, _LARGE), (-1e3, -_LARGE), (_LARGE,) * 2, (-_LARGE,) * 2)
 
@@ -166,6 +168,9 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
 
 
 _CONSTANT_MODULES = ("torch", "math", "builtins")
+# By these, a function reads values that are not in its closure, defaults or globals.
+_UNKNOWN_READS = {"globals", "vars", "eval", "exec", "__import__", "get_default_dtype"}
+_IMPORT = opmap["IMPORT_NAME"]
 
 
 def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
@@ -177,7 +182,10 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
     if not isinstance(function, FunctionType) or function.__dict__:  # it may read its attributes
         return None
     known.add(function)
-    names = {name for code in codes(function.__code__) for name in code.co_names}
+    own = tuple(codes(function.__code__))
+    names = {name for code in own for name in code.co_names}
+    if names & _UNKNOWN_READS or any(_IMPORT in code.co_code[::2] for code in own):
+        return None
     read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
     read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     key: list[Any] = [function.__code__]
@@ -187,12 +195,12 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
                 return None
             key.append((value, value._version, value.requires_grad))  # equal by identity
         elif isinstance(value, FunctionType):
-            own = () if value in known else _state(value, known)
-            if own is None:
+            nested = () if value in known else _state(value, known)
+            if nested is None:
                 return None
-            key.append(own)
+            key.append(nested)
         elif isinstance(value, (int, float, str, torch.dtype, torch.device, type(None))):
-            key.append(value)
+            key.append((type(value), value))  # 1 == 1.0 == True
         elif not _is_constant(value):
             return None
     return tuple(key)
@@ -219,7 +227,10 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
         # Multiples of the golden ratio modulo 1; torch.vmap refuses random numbers.
         steps = torch.arange(math.prod(size), dtype=torch.float64, device=device)
         place = ((steps * 0.6180339887498949) % 1.0).view(size)
-        score = (place - 0.5) * 12.0
+        # Every position has several scores in [-6, 6], and small calls have many of them.
+        count = max(_SAMPLES, -(-_LEAST_SCORES // max(len(steps), 1)))
+        scores = [(((place + i / count) % 1.0) - 0.5) * 12.0 for i in range(count)]
+        score = scores[0]
         with torch.enable_grad():
             bias = _applied(score_mod, 0.0, shape, rows, device)
             biases.append(bias.float())
@@ -228,7 +239,7 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
             if result.requires_grad and bool(seen.any()):
                 _check_gradients(result[seen], bias[seen])
         with torch.no_grad():
-            for values in (score, *(low * (high / low) ** place for low, high in _RANGES)):
+            for values in (*scores, *(low * (high / low) ** place for low, high in _RANGES)):
                 if values is not score:
                     result = _applied(score_mod, values, shape, rows, device)
                 if not torch.equal(result > float("-inf"), seen):
@@ -311,6 +322,8 @@ def _applied(
     if not isinstance(score, Tensor):
         size = (*shape[:2], len(rows), shape[3])
         score = torch.full(size, score, dtype=torch.float64, device=device)
+    else:
+        score = score.clone()  # score_mod may change it in place
     function: Any = score_mod
     for dim in reversed(range(4)):
         own = [0 if i == dim else None for i in range(4)]

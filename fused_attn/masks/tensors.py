@@ -15,8 +15,8 @@ from fused_attn.masks.mask_mod import from_block_mask
 from fused_attn.masks.memo import recall
 
 # One Mask for each BlockMask, which many layers receive, so that it is evaluated once.
-# BlockMask -> (the mask_mod that it had, its Mask).
-_OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[Any, Mask]] = WeakKeyDictionary()
+# BlockMask -> (the attributes that it had, its Mask).
+_OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mask]] = WeakKeyDictionary()
 
 # Combining conditions launches no kernels, so the cached Mask does not depend on a CUDA stream.
 _CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
         if flex is None or not isinstance(attn_mask, flex.BlockMask):
             return attn_mask
-        known = _OF_BLOCK_MASKS.get(attn_mask)
-        if known is None or known[0] is not attn_mask.mask_mod:
-            known = attn_mask.mask_mod, from_block_mask(attn_mask)
+        known, parts = _OF_BLOCK_MASKS.get(attn_mask), _parts_of(attn_mask)
+        if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+            known = parts, from_block_mask(attn_mask)
             _OF_BLOCK_MASKS[attn_mask] = known
         return known[1]
     of_torch: Any = sys.modules.get("torch.nn.attention.bias")
@@ -99,6 +99,13 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
             "attn_mask.as_subclass(torch.Tensor)"
         )
     return attn_mask
+
+
+def _parts_of(block_mask: Any) -> tuple[Any, ...]:
+    """Return the attributes of a BlockMask that `from_block_mask` reads, which may be replaced."""
+    lists = block_mask.kv_num_blocks, block_mask.kv_indices
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    return (*lists, *full, block_mask.mask_mod, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
 
 
 def _decides_its_values(kind: type[Tensor]) -> bool:

@@ -51,9 +51,27 @@ def add_sinks(
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
     share = torch.sigmoid(lse - logits)
     factor = (share.mT if packed else share)[..., None]
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     differentiable = torch.is_grad_enabled() and (out.requires_grad or factor.requires_grad)
     # Under vmap, an unbatched out cannot be multiplied in place by a batched factor.
     if differentiable or is_intercepted():
-        return (out * factor).to(out.dtype), total
-    return out.mul_(factor), total
+        return (out * factor).to(out.dtype), _logaddexp(lse, logits, sinks)
+    return out.mul_(factor), torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+
+
+def _logaddexp(lse: Tensor, logits: Tensor, sinks: Tensor) -> Tensor:
+    """Return log(exp(lse) + exp(sinks)).
+
+    The second derivative of torch.logaddexp is NaN if the exponential of the difference overflows.
+
+    Args:
+        lse: as in `add_sinks`.
+        logits: sinks without -inf, (num_heads, 1).
+        sinks: (num_heads,).
+    """
+    known = lse.clamp(min=torch.finfo(lse.dtype).min)
+    more = known - logits
+    # softplus is linear above the threshold, where exp(-threshold) is below half an ulp.
+    of_lse = known + torch.nn.functional.softplus(-more, threshold=40.0)
+    of_sink = logits + torch.nn.functional.softplus(more, threshold=40.0)
+    nothing = (lse == float("-inf")) & (sinks == float("-inf"))[:, None]
+    return torch.where(more > 0, of_lse, of_sink).masked_fill(nothing, float("-inf"))

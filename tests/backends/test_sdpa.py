@@ -50,10 +50,11 @@ def test_masks(make):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_causal_mask_and_negative_scale(return_lse):
-    """Causal attention with a negative scale matches eager; torch's CPU kernel returns NaN."""
-    options = {"is_causal": True, "scale": -0.3, "return_lse": return_lse}
+def test_causal_mask_and_a_scale_that_is_not_positive(return_lse, scale):
+    """Causal attention matches eager; torch's CPU kernel returns NaN."""
+    options = {"is_causal": True, "scale": scale, "return_lse": return_lse}
     results = [
         fa.scaled_dot_product_attention(*qkv(grad=False), **options, backend=backend)
         for backend in ("sdpa", "eager")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -125,6 +127,37 @@ def test_other_functions_of_the_score_are_refused(score_mod):
         ours.flex_attention(*tensors(), score_mod)
 
 
+@pytest.mark.parametrize("name", ["abs_", "round_", "relu_"])
+def test_other_functions_in_place_are_refused(name):
+    with pytest.raises(NotImplementedError, match="score_mod must return"):
+        ours.flex_attention(*tensors(), lambda score, b, h, q, k: getattr(score, name)())
+
+
+def test_a_factor_may_multiply_in_place():
+    query, key, value = (t.detach() for t in tensors())
+    out = ours.flex_attention(query, key, value, lambda score, b, h, q, k: score.mul_(2))
+    torch.testing.assert_close(out, ours.flex_attention(query * 2, key, value))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 2), (2, 2), (1, 64)])
+def test_functions_of_few_scores_are_refused(rows, keys):
+    """Scores of several sizes are tried at each position, however few there are."""
+    query, key = torch.randn(1, 1, rows, 8), torch.randn(1, 1, keys, 8)
+    with pytest.raises(NotImplementedError, match="score_mod must return"):
+        ours.flex_attention(query, key, key, lambda s, b, h, q, k: torch.where(s.abs() < 1, 0.0, s))
+
+
+def test_lists_of_a_block_mask_may_be_replaced():
+    query = torch.randn(1, 1, 64, 16)
+    mask = ours.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 64, 64, "cpu", BLOCK_SIZE=16
+    )
+    assert ours.flex_attention(query, query, query, block_mask=mask).any()
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
+    assert not ours.flex_attention(query, query, query, block_mask=mask).any()
+
+
 def test_what_a_score_mod_reads_may_change():
     """Changing a tensor that score_mod reads takes effect, even after a call in inference mode."""
     table = torch.zeros(LK)
@@ -172,17 +205,31 @@ def test_attributes_nested_functions_and_keywords_may_change():
     def by_method(score, b, h, q, k):
         return score * get("slope")
 
+    def imported(score, b, h, q, k):
+        from math import e
+
+        return score * e
+
+    def by_globals(score, b, h, q, k):
+        return score * globals()["SLOPE"]
+
+    def flag(score, b, h, q, k, *, double=1):
+        return score * (2.0 if double is True else 1.0)
+
     def captures_a_later_value(score, b, h, q, k):
         return score * (Settings.slope if Settings.slope < 9 else later)
 
     query, key, value = (t.detach() for t in tensors())
-    for score_mod in (captures_a_later_value, by_class, nested, keyword, of_itself, by_method):
+    functions = [imported, by_globals, flag, captures_a_later_value, by_class, nested, keyword]
+    for score_mod in (*functions, of_itself, by_method):
         before = ours.flex_attention(query, key, value, score_mod)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Settings, "slope", 3.0)
             patch.setitem(globals(), "SLOPE", 3.0)
             patch.setattr(keyword, "__kwdefaults__", {"slope": 3.0})
             patch.setattr(of_itself, "slope", 3.0)
+            patch.setattr(math, "e", 3.0 * math.e)
+            patch.setattr(flag, "__kwdefaults__", {"double": True})
             patch.setitem(settings, "slope", 3.0)
             after = ours.flex_attention(query, key, value, score_mod)
             torch.testing.assert_close(after, dense_of(score_mod, query, key, value))

@@ -231,6 +231,14 @@ def test_rows_that_infinity_hides_are_0():
     assert out[1].eq(0).all() and torch.allclose(out[0], attend(q, k, v)[0], atol=1e-5)
 
 
+def test_an_unsigned_tensor_is_subtracted():
+    function = lambda q, k, v: (q @ k.mT - CAUSAL.to(torch.uint8)).softmax(-1) @ v  # noqa: E731
+    q, k, v = operands()
+    attention = compile_pass()
+    torch.testing.assert_close(compiled(function, attention)(q, k, v), function(q, k, v))
+    assert attention.fused == 1
+
+
 def test_dropout_is_that_of_training():
     q, k, v = operands()
     attention = compile_pass()
@@ -311,9 +319,31 @@ def second_factor(q, k, v):
     return v[..., :L, :].transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)
 
 
+def nan_is_uniform(q, k, v):
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~PADDING, INF)
+    return scores.softmax(-1).nan_to_num(nan=1 / L) @ v
+
+
+def in_a_buffer(q, k, v):
+    scores = torch.zeros(B * H, L, L)
+    weights = scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(-1)
+    return weights @ v.flatten(0, 1) + scores[..., :D]
+
+
+def integers(q, k, v):
+    return (q @ k.transpose(-2, -1)).to(torch.int32).float().softmax(-1) @ v
+
+
+def tanh_of_shifted(q, k, v):
+    scores = q @ k.transpose(-2, -1)
+    return torch.tanh(scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
+        (nan_is_uniform, "another number than 0"), (in_a_buffer, "existing tensor"),
+        (integers, "to integers"), (tanh_of_shifted, "tanh is applied to"),
         (weights_too, "or by more than one"), (classifier, "scores depend on relu"),
         (two_products, "differs between keys"), (written_between, "in place"),
         (scores_too, "also used by"), (bias_of_scores, "depends on the scores"),

@@ -136,6 +136,13 @@ CASES = {
         ValueError, "attn_mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
         "(2, 4, 5, 7), got (5, 6)",
     ),
+    "mask_batch": (
+        lambda: F.scaled_dot_product_attention(
+            *torch.randn(3, 2, 2, 3, 4, 8).unbind(), torch.ones(3, 2, 3, 4, 4) > 0
+        ),
+        ValueError, "attn_mask must have batch dimensions that broadcast to (2, 2), got shape (3, "
+        "2, 3, 4, 4)",
+    ),
     "mask_dimensions": (
         lambda: sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)),
         ValueError, "attn_mask must have at most 4 dimensions, got (1, 1, 1, 5, 7)",

@@ -134,6 +134,19 @@ def test_second_order():
     assert torch.autograd.gradgradcheck(function, (*tensors, sinks))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sink", [0.5, 100.0, -1000.0, float("-inf")])
+def test_second_derivatives_are_finite(sink, dtype):
+    """Also far from lse, and if another row has no visible key."""
+    query = torch.randn(1, 2, 4, 8, dtype=dtype, requires_grad=True)
+    sinks = torch.full((2,), sink, dtype=dtype, requires_grad=True)
+    mask = masks.padding([4], [3])
+    _, lse = F.scaled_dot_product_attention(query, query, query, mask, sinks=sinks, return_lse=True)
+    first = torch.autograd.grad(lse[:, :, :3].sin().sum(), (query, sinks), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), (query, sinks))
+    assert all(g.isfinite().all() for g in second)
+
+
 @pytest.mark.parametrize(
     ("sinks", "error", "message"),
     [

@@ -17,8 +17,10 @@ def compile_pass() -> AttentionPass:
     matmul may be @, matmul, bmm, baddbmm or einsum. Operations may be in place, and the scores may
     be reshaped between them. Attention is not fused if other code reads the scores or the weights.
 
-    Results match those without the pass up to rounding, with two exceptions. Rows fully masked by
-    -inf are 0 instead of NaN, and dropout drops different weights.
+    Results match those without the pass up to rounding, with three exceptions. Rows fully masked by
+    -inf are 0 instead of NaN; rows fully masked partly by a fill, such as -1e4, and partly by an
+    added mask have other weights (causal masks of left-padded queries); dropout drops different
+    weights.
 
     Returns:
         The pass. Its repr lists each softmax found, with the reason if it was not fused.

@@ -68,6 +68,7 @@ class Search:
     steps: list[Step] = field(default_factory=list)
     chain: list[Node] = field(default_factory=list)
     dropout_p: float = 0.0
+    shifted: bool = False  # a constant of each row was subtracted, which `steps` omits
 
     def result(self) -> Attention:
         """Return the attention; raise NotFusedError if the fused function cannot compute it."""
@@ -100,6 +101,8 @@ class Search:
         writers = _writers(node, reader)
         name = op_of(node)
         if name in ("matmul", "einsum", "baddbmm"):
+            if in_place(node):
+                raise NotFusedError("query @ key^T is written to an existing tensor")
             self.product = node
             if name == "baddbmm":
                 self._add_baddbmm(node)
@@ -114,6 +117,7 @@ class Search:
         """Add the steps that compute the input of a call, then the step of the call."""
         input = argument(node, 0, "input")
         if name == "cast":
+            _check_float(node)
             go_up(input, node)
         elif name in RESHAPES:
             go_up(input, node)
@@ -123,7 +127,7 @@ class Search:
             self.steps.append(("reshape", method, tuple(node.args[1:])))
         elif name == "tanh":
             go_up(input, node)
-            if not all(step[0] == "multiply" for step in self.steps):
+            if self.shifted or not all(step[0] == "multiply" for step in self.steps):
                 raise NotFusedError("tanh is applied to masked or biased scores")
             self.steps.append(("tanh",))
         elif name in ("mul", "div", "add", "sub"):
@@ -149,7 +153,7 @@ class Search:
         if name in ("mul", "div"):
             self.steps.append(self._factor(name, other, node))
         elif name == "sub" and _is_row_shift(other, scores):
-            pass  # softmax is invariant to subtracting a constant from a row
+            self.shifted = True  # softmax is invariant to subtracting a constant from a row
         elif tensor_of(other) is None:
             raise NotFusedError("a number is added to the scores")
         else:
@@ -251,8 +255,10 @@ class Search:
             elif name == "masked_fill":
                 self._zero_rows(user)
             elif name == "nan_to_num":
-                self._without_nan()
-            elif name != "cast":
+                self._without_nan(user)
+            elif name == "cast":
+                _check_float(user)
+            else:
                 raise NotFusedError(
                     f"the weights are passed to {_shown(user)}, which cannot be fused"
                 )
@@ -283,12 +289,14 @@ class Search:
             )
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
-    def _without_nan(self) -> None:
+    def _without_nan(self, node: Node) -> None:
         """Drop a nan_to_num of the weights; raise NotFusedError if it is not redundant.
 
         If all masks set scores to -inf, only fully masked rows are NaN. The fused function returns
         0 for these rows anyway.
         """
+        if argument(node, 1, "nan") not in (None, 0.0):
+            raise NotFusedError("nan_to_num replaces NaN in the weights by another number than 0")
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
             raise NotFusedError(
                 "nan_to_num is applied to the weights, but masked scores are not -inf"
@@ -397,6 +405,12 @@ def _einsum_of(product: Node) -> tuple[str, list[int]]:
     """Return the equation of an einsum and the number of dimensions of each operand."""
     shapes = [shape_of(operand) for operand in operands_of(product)]
     return str(product.args[0]), [0 if shape is None else len(shape) for shape in shapes]
+
+
+def _check_float(cast: Node) -> None:
+    result = tensor_of(cast)
+    if result is None or not result.is_floating_point():
+        raise NotFusedError("the scores or weights are converted to integers")
 
 
 def _check_shape(node: Node, scores: Any) -> None:

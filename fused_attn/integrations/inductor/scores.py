@@ -51,7 +51,7 @@ def attention_of_steps(
 
     Returns:
         The output, (*others, seqlen_q, head_dim_v), permuted by `order`. Rows fully masked by -inf
-        are 0. Rows fully masked by finite numbers have the result of eager attention. They
+        are 0. Rows fully masked by fills of finite numbers have the result of eager attention. They
         contribute no gradient to query and key, because the numbers replaced their scores.
     """
     pairs = zip(operands, arrangements, strict=True)
@@ -132,6 +132,8 @@ class _Scores:
         self.bias = bias if self.bias is None else self.bias + bias
 
     def subtract(self, bias: Tensor) -> None:
+        if not bias.is_floating_point():  # the negative of an unsigned integer wraps
+            bias = bias.to(statistics_dtype(self.query.dtype))
         self.add(-bias)
 
     def fill(self, hidden: Tensor, value: float) -> None:

@@ -36,6 +36,7 @@ from fused_attn.base.torch_state import TENSOR_TYPES, in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
+_eval_frame: Any = torch._C._dynamo.eval_frame
 _OP = torch.ops.aten.scaled_dot_product_attention.default
 # Dispatch keys of the devices with kernels. Support is checked at each call, so that a later
 # use_backend takes effect and registration does not initialize CUDA.
@@ -191,6 +192,11 @@ def _registered() -> Library:
     RuntimeError.
     """
     library = Library("aten", "IMPL")
+    # Where torch.compile runs a frame of the caller eagerly, as after a graph break in a loop,
+    # Dynamo would compile our kernels as frames of their own, and trace them incorrectly.
+    skip = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)  # with its callees
+    for kernel in (_attention, _below_autograd):
+        _eval_frame.set_code_exec_strategy(kernel.__code__, skip)
     try:
         for key in _KEYS:
             library.impl(_OP, _attention, f"Autograd{key}")

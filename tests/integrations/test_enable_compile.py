@@ -179,3 +179,28 @@ def test_export_holds_torchs_op(strict):
         torch.testing.assert_close(module(query, mask), expected)
         with fused_attn.enabled():
             torch.testing.assert_close(module(query, mask), expected)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(LEN, LEN).tril(-1).bool()])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_frames_that_dynamo_runs_eagerly(mask, gradients):
+    """A call in a frame that Dynamo cannot compile, as after a graph break in a loop, is fused."""
+
+    def attend_twice(query):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            query = F.scaled_dot_product_attention(query, query, query, mask)
+        return query
+
+    x = randn(BATCH, HEADS, LEN, 8).requires_grad_(gradients)
+    function = torch.compile(attend_twice, backend="aot_eager")
+    with torch.set_grad_enabled(gradients), kernel_calls() as calls:
+        counts = fused_attn.enable()
+        out = function(x)
+        torch.compiler.reset()
+        function(x)
+        assert "4 calls fused, 0 left to torch" in str(counts)
+        if gradients:
+            out.sum().backward()
+        assert calls() == (4, 2 * gradients)
+        torch.testing.assert_close(out, attend_twice(x))

@@ -90,6 +90,7 @@ def test_trainer_of_transformers(examples, tmp_path):
     check(train)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning suggests more data workers
 def test_lightning(examples):
     lightning = pytest.importorskip("lightning", reason="reason: needs lightning")

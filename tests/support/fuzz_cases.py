@@ -165,8 +165,8 @@ def slack_of(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, 
     Rotated queries and keys are rounded to their 16-bit type, by which scores change. In eager
     attention, the errors may happen to cancel.
 
-    Where the CPU kernels multiply bfloat16 pairs, lse is the logarithm of a sum of weights that are
-    accurate enough for bfloat16 (docs/masks.md).
+    Where the CPU kernels multiply bfloat16 pairs, weights have a relative error of up to 1e-4,
+    which is also that of lse and of the gradient of a float32 bias (docs/masks.md).
 
     For large negative numbers, torch's activations are 0, because their formulas cancel. The
     gradient of the bias is a sum of rounded numbers, whose errors may cancel in eager math.
@@ -203,6 +203,10 @@ def slack_of(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, 
         slack |= {"out0": change.clamp(max=1) * value.double().abs().max(), "out1": change}
     if backend == "cpp" and case["dtype"] == "bfloat16" and _bfloat16_products():
         slack["out1"] = slack.get("out1", torch.zeros(())) + 1e-4
+        if "bias" in tensors:
+            rows = query[..., 0].numel() / tensors["bias"][..., 0].numel()
+            of_lse = 4.0 if case.get("lse") else 0.0  # its gradient
+            slack["grad_bias"] += 1e-4 * rows**0.5 * (largest / keep + of_lse)
     return {n: min(t.item(), sys.float_info.max) for n, t in slack.items()}
 
 

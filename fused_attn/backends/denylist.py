@@ -37,6 +37,7 @@ class Defect:
 
 
 MASK_WITH_GRADIENTS = "mask tensor with gradients"
+ONE_QUERY = "one query"
 ONE_QUERY_WITH_GRADIENTS = "one query with gradients"
 BAND_WITH_GRADIENTS = "causal mask or window with gradients"
 HEAD_DIM_192_128_WITH_GRADIENTS = "head_dim 192 and head_dim_v 128 with gradients"
@@ -57,6 +58,13 @@ DEFECTS = {
         (9,),
         "computes NaN gradients of key and value if lse is far below 0",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
+    ),
+    ("cudnn", ONE_QUERY): Defect(
+        "torch",
+        ">=2.11",  # cuDNN 9.19; torch 2.14 excludes the affected versions of cuDNN itself
+        (10, 11),
+        "computes wrong outputs of one query with grouped heads",
+        "https://github.com/pytorch/pytorch/issues/193893",
     ),
     # No known release of flash-attn-4 fixes these defects.
     ("flash-attn-4", BAND_WITH_GRADIENTS): Defect(

@@ -211,3 +211,14 @@ def _activated(total: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return total.relu()
     return torch.nn.functional.gelu(total, approximate=_APPROXIMATE[activation])
+
+
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return query and a positive scale with the same scores.
+
+    Kernels that multiply scores by the scale after masking give NaN for other scales: they multiply
+    -inf by it, and subtract the maximum of the unscaled scores.
+    """
+    if scale > 0.0:
+        return query, scale
+    return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)

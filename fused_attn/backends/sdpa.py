@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
-from fused_attn.backends.machine import too_old
+from fused_attn.backends.machine import capability_of, too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem
 from fused_attn.base.torch_state import FLOATS, is_compiling, needs_grad, traced_as_constant
 from fused_attn.call import packed
@@ -210,10 +210,16 @@ def _attention(
     query, scale = _positive_scale(query, scale, is_causal)
     if mask is not None and query.device.type == "cuda":
         mask = _dense_in_keys(mask, key.shape[2])
+        if mask.requires_grad and not needs_grad(query, key, value) and torch.is_grad_enabled():
+            query = _requiring_grad(query, mask)
+    if grouped and _repeats_heads(query, key, value, mask, is_causal):
+        group, grouped = query.shape[1] // key.shape[1], False
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
     with allowed_kernels(query, key, value, mask):
-        out = torch_sdpa(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
-        )
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": grouped}
+        parts = _row_parts(query, key, mask)
+        outs = [torch_sdpa(q, key, value, m, dropout_p, is_causal, **options) for q, m in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
     if empty is None:
         return out
     # In place only if no gradient is needed, because torch's backward reads out.
@@ -227,9 +233,66 @@ def _positive_scale(
 
     torch's CPU kernel multiplies -inf at masked positions by the scale.
     """
-    if is_causal and scale is not None and scale <= 0.0:
-        return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
+    if scale is not None and scale <= 0.0 and (is_causal or query.device.type != "cpu"):
+        return reference.with_positive_scale(query, scale)
     return query, scale
+
+
+_MAX_MASK = 1 << 32  # elements per head: torch's memory-efficient kernel has 32-bit row offsets
+
+
+def _row_parts(
+    query: Tensor, key: Tensor, mask: Tensor | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return query and mask, or parts of their rows with masks that the kernel can address.
+
+    It silently reads wrong rows of larger masks (https://github.com/pytorch/pytorch/issues/187227).
+    """
+    if mask is None or query.device.type == "cpu" or is_compiling() or mask.shape[-2] == 1:
+        return [(query, mask)]
+    if query.shape[2] * key.shape[2] < _MAX_MASK:
+        return [(query, mask)]
+    rows = max(1, _MAX_MASK // 2 // key.shape[2])
+    return list(zip(query.split(rows, 2), mask.split(rows, -2), strict=True))
+
+
+def _requiring_grad(query: Tensor, mask: Tensor) -> Tensor:
+    """Return query as a tensor that requires grad.
+
+    If only the mask does, torch's memory-efficient kernel reads an lse that was not computed, which
+    is an illegal access (https://github.com/pytorch/pytorch/issues/148476).
+    """
+    first = mask[(0,) * mask.dim()].nan_to_num(0.0, 0.0, 0.0)
+    return query + (first * 0.0).to(query.dtype)
+
+
+# torch's memory-efficient kernel supports GQA from this version on (pytorch/pytorch#191085).
+_EFFICIENT_GQA = (2, 14)
+_TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def _repeats_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Return True if torch would compute a grouped call with the matrix of all scores.
+
+    Of its kernels without that matrix, the memory-efficient one is then the only one that supports
+    the mask, dtype or sizes, but not GQA.
+    """
+    if query.device.type != "cuda" or _TORCH >= _EFFICIENT_GQA or torch.version.hip is not None:
+        return False
+    if query.dtype == torch.float64:
+        return False
+    size, is_half = query.shape[3], query.dtype in (torch.float16, torch.bfloat16)
+    is_even = size == value.shape[3]
+    by_flash = is_half and mask is None and is_even and size <= 256
+    by_flash = by_flash and (not is_causal or query.shape[2] == key.shape[2])
+    if by_flash:
+        return False
+    capability = capability_of(query.device)
+    prefers_cudnn = capability is None or capability // 10 in (9, 10)
+    by_cudnn = is_half and prefers_cudnn and max(size, value.shape[3]) <= 128
+    return not by_cudnn or _cudnn_is_denied(query, key, value, mask)
 
 
 def _dense_in_keys(mask: Tensor, seqlen_k: int) -> Tensor:
@@ -270,6 +333,8 @@ def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     """Return True if torch must not choose cuDNN for a call."""
     if query.device.type != "cuda" or (mask is None and query.shape[2] != 1):
         return False
+    if query.shape[2] == 1 and denylist.is_denied("cudnn", denylist.ONE_QUERY, query.device):
+        return True
     if not needs_grad(query, key, value, mask):
         return False
     feature = denylist.ONE_QUERY_WITH_GRADIENTS if mask is None else denylist.MASK_WITH_GRADIENTS

@@ -9,6 +9,7 @@ from helpers import deterministic
 
 import fused_attn
 from fused_attn import masks
+from fused_attn.backends.flash.engines import aligned
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "flash-attn-4"])
@@ -223,3 +224,26 @@ def test_one_graph(install, monkeypatch, dynamic):
     torch.testing.assert_close(got, wanted)
     grads = [torch.autograd.grad(out.square().sum(), query)[0] for out in (got, wanted)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("name", flash_models.ENGINES)
+def test_scales_that_are_not_positive(install, name, scale):
+    """The engines scale masked scores of -inf, so they receive positive scales."""
+    install(name)
+    x = torch.randn(2, 2, 20, 16, dtype=torch.float64, requires_grad=True)
+    outs = [
+        fused_attn.scaled_dot_product_attention(
+            x, x, x, masks.padding([20, 7]), is_causal=True, scale=scale, backend=backend
+        )
+        for backend in ("flash", "eager")
+    ]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x)[0] for out in outs))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_dense_tensors_are_aligned(offset):
+    x = torch.zeros(offset + 2 * 4 * 3 * 16, dtype=torch.float16)[offset:].view(2, 4, 3, 16)
+    got = aligned(x)
+    assert got.storage_offset() % 8 == 0 and (got is x) == (offset != 1) and torch.equal(got, x)

@@ -11,6 +11,7 @@ import flash_models
 import pytest
 import torch
 from flash_models import ENGINES, VERSIONS
+from helpers import deterministic
 
 import fused_attn
 from fused_attn import masks
@@ -213,3 +214,14 @@ def test_selected_by_name_only():
     assert FLASH.default_for("cuda") == "none"
     names = {path.name for path in verdicts.KERNELS["flash"]()}
     assert names >= {"__init__.py", "engines.py", "plan.py"}
+
+
+def test_deterministic_backwards_of_wide_heads(install):
+    """The choice is not cached across torch.use_deterministic_algorithms."""
+    install("flash-attn-3")
+    sizes = {"head_dim": 256, "head_dim_v": 256, "seqlen_q": 20, "seqlen_k": 20}
+    problem = AttentionProblem(torch.device("cuda"), torch.bfloat16, needs_grad=True, **sizes)
+    assert FLASH.unsupported(problem) == []
+    with deterministic():
+        (reason,) = FLASH.unsupported(problem)
+    assert reason == "flash-attn-3 has no deterministic backward for head_dim above 192"

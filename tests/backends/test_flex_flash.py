@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fused_attn import masks
-from fused_attn.backends import AttentionProblem, get_backend
+from fused_attn.backends import AttentionProblem, flex, get_backend
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flex import flash, variant_of
 from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.call.packed import packed_spec
-from fused_attn.masks.spec import spec_of_mask
+from fused_attn.masks.spec import MaskSpec, spec_of_mask
 
 packing = pytest.importorskip(
     "torch._inductor.kernel.flex.interval_mask_packing", reason="reason: needs torch 2.13"
@@ -139,3 +139,32 @@ def test_versions_with_a_race_are_refused(monkeypatch):
     monkeypatch.setattr(engines, "version_of", lambda package: "4.0.0b25")
     missing = "flash-attn-4 must be 4.0.0b26 or newer, got 4.0.0b25"
     assert missing in get_backend("flex_flash").unavailable()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("flex_flash", 0.5), ("flex", -0.5)])
+def test_scales_that_are_not_positive(name, expected, monkeypatch):
+    """FlashAttention-4 scales masked scores of -inf, so it receives a positive scale."""
+    given = []
+
+    def noted(call, *rest):
+        given.append(call.options.scale)
+        raise NotImplementedError
+
+    monkeypatch.setattr(flex, "variant_of", noted)
+    x = torch.randn(1, 2, 8, 16)
+    call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(-0.5))
+    with pytest.raises(NotImplementedError):
+        get_backend(name).attention_fwd(call, False, False)
+    assert given == [expected]
+
+
+def test_backwards_of_wide_heads_need_shared_memory(monkeypatch):
+    monkeypatch.setattr(flex, "capability_of", lambda device: 89)
+    monkeypatch.setattr(flex, "HAS_TRITON", True)
+
+    def reasons(size, needs_grad):
+        there = torch.device("cuda"), torch.bfloat16, size, size
+        return get_backend("flex").unsupported(AttentionProblem(*there, needs_grad=needs_grad))
+
+    assert reasons(160, True) == ["has no backward for head_dim above 128 on this GPU"]
+    assert not reasons(160, False) and not reasons(128, True)

@@ -117,6 +117,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
         return torch.empty(())
 
     monkeypatch.setattr(sdpa, "torch_sdpa", noted)
+    monkeypatch.setattr(sdpa, "_requiring_grad", lambda query, mask: query)
     query, key, value = (
         SimpleNamespace(
             device=torch.device("cuda"), shape=(2, 4, n, 32), requires_grad=requires_grad
@@ -147,6 +148,8 @@ def test_cudnn_without_a_mask_tensor(monkeypatch):
     for arguments in (sdpa.TorchArguments(), sdpa.TorchArguments(is_causal=True)):
         assert cudnn_is_enabled(monkeypatch, arguments)
         assert not cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1)
+        monkeypatch.setattr(denylist, "capability_of", lambda device: 90)
+        denylist._is_denied.cache_clear()
         assert cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1, requires_grad=False)
 
 
@@ -205,3 +208,85 @@ def test_cudnn_under_compile(monkeypatch):
     between = nodes[nodes.index(switch) : len(nodes) - nodes[::-1].index(switch)]
     assert torch._C._nn.scaled_dot_product_attention in between
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# ---- what torch's kernels receive ---------------------------------------------------------------
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """Return a function that makes a call of 8 heads, with 2 key/value heads, on a GPU.
+
+    It returns what torch's function receives: the number of key heads, the scale, and whether
+    cuDNN is allowed.
+    """
+
+    def of(capability, masked, *, dtype=torch.bfloat16, trains=False, sizes=(64, 64), **options):
+        given = []
+
+        def noted(query, key, value, *rest, scale, enable_gqa):
+            assert enable_gqa == (key.shape[1] == 2)
+            given.append((key.shape[1], scale, torch.backends.cuda.cudnn_sdp_enabled()))
+            return query.new_empty((*query.shape[:3], value.shape[3]))
+
+        monkeypatch.setattr(sdpa, "torch_sdpa", noted)
+        for module in (sdpa, denylist):
+            monkeypatch.setattr(module, "capability_of", lambda device: capability)
+        denylist._is_denied.cache_clear()
+        is_causal, scale = options.get("is_causal", False), options.get("scale")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = {"device": "cuda", "dtype": dtype}
+            q = torch.empty(2, 8, sizes[0], 64, **there, requires_grad=trains)
+            k = torch.empty(2, 2, sizes[1], 64, **there)
+            mask = torch.empty(*sizes, device="cuda", dtype=torch.bool) if masked else None
+            sdpa._attention(q, k, k, sdpa.TorchArguments(mask, is_causal), 0.0, scale, True)
+        return given[0]
+
+    monkeypatch.setattr(sdpa, "_TORCH", (2, 13))
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    yield of
+    denylist._is_denied.cache_clear()
+
+
+def test_grouped_heads_do_not_reach_the_math_kernel(received, monkeypatch):
+    """Keys are repeated where only the memory-efficient kernel, which lacks GQA, takes the call."""
+    assert received(80, True)[0] == 8
+    assert received(80, False)[0] == 2  # flash
+    assert received(80, False, dtype=torch.float32)[0] == 8
+    assert received(80, False, is_causal=True, sizes=(64, 70))[0] == 8
+    assert received(90, True)[0] == 2  # cuDNN
+    assert received(90, True, trains=True)[0] == 8
+    monkeypatch.setattr(sdpa, "_TORCH", (2, 14))
+    assert received(80, True)[0] == 2
+
+
+def test_cudnn_does_not_decode_on_blackwell(received):
+    assert not received(100, False, sizes=(1, 64))[2]
+    assert received(100, False, sizes=(2, 64))[2]
+    assert received(90, False, sizes=(1, 64))[2]
+
+
+@pytest.mark.parametrize(("scale", "positive"), [(-0.5, 0.5), (0.0, 1.0), (0.5, 0.5)])
+def test_scales_are_positive(received, scale, positive):
+    assert received(80, False, scale=scale)[1] == positive
+
+
+def test_a_mask_alone_that_requires_grad():
+    """Query requires grad, too, but its values and the gradient of the mask stay."""
+    query, key = torch.randn(2, 1, 2, 4, 8)
+    mask = torch.full((4, 4), 0.1).index_fill(1, torch.tensor([0]), float("-inf")).requires_grad_()
+    required = sdpa._requiring_grad(query, mask)
+    assert required.requires_grad and torch.equal(required, query)
+    outs = [F.scaled_dot_product_attention(q, key, key, mask) for q in (required, query)]
+    torch.testing.assert_close(*(torch.autograd.grad(o.sin().sum(), mask)[0] for o in outs))
+
+
+def test_masks_that_are_too_large_are_split(monkeypatch):
+    monkeypatch.setattr(sdpa, "_MAX_MASK", 64)
+    with FakeTensorMode():
+        shapes = (1, 2, 20, 8), (1, 2, 8, 8), (1, 2, 20, 8), (1, 2, 1, 8)
+        query, key, mask, row = (torch.empty(shape, device="cuda") for shape in shapes)
+        parts = sdpa._row_parts(query, key, mask)
+        assert [(q.shape[2], m.shape[2]) for q, m in parts] == [(4, 4)] * 5
+        assert len(sdpa._row_parts(query, key, row)) == 1
+        assert len(sdpa._row_parts(query, key, None)) == 1

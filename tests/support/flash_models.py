@@ -37,13 +37,16 @@ def _sequence(
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v, behind = (t.repeat_interleave(group, 1) for t in (k, v, behind))
+    assert scale > 0.0, "the kernels scale masked scores of -inf, and the row maximum"
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
     distance = j - i - (keys - queries)  # 0 for the last query and the last key
     if slopes is not None:
-        scores = scores - slopes.to(scores)[:, None, None] * distance.abs()
+        # With a causal mask, flash-attn adds slope * key: out is the same, but lse is not.
+        bias = j.expand(queries, keys) if sides == (None, 0) else -distance.abs()
+        scores = scores + slopes.to(scores)[:, None, None] * bias
     masked = torch.zeros(queries, keys, dtype=torch.bool)
     if sides[0] is not None:
         masked |= distance < -sides[0]
@@ -166,6 +169,7 @@ def fa2_with_kvcache(
     _equal_dims(q, k_cache, v_cache, 8)
     assert cache_seqlens.dtype == torch.int32 and k_cache.stride(-1) == v_cache.stride(-1) == 1
     page_size, outs, sums = k_cache.shape[1], [], []
+    capacity = page_size if block_table is None else block_table.shape[1] * page_size
     for b, begin in enumerate(cache_seqlens.tolist()):
         end = begin + (0 if k is None else k.shape[1])
         position = torch.arange(end)
@@ -182,7 +186,7 @@ def fa2_with_kvcache(
         )
         out, lse = _sequence(
             q[b], keys, values, values[:0], softmax_scale,
-            _fa2_sides(causal, window_size, max(page_size, end)), softcap, slopes,
+            _fa2_sides(causal, window_size, capacity), softcap, slopes,
         )  # fmt: skip
         outs.append(out)
         sums.append(lse.masked_fill(lse == float("-inf"), float("inf")))

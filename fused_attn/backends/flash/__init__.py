@@ -24,7 +24,14 @@ from torch import Tensor
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.flash import engines
 from fused_attn.backends.flash.decode import decode
-from fused_attn.backends.flash.engines import ENGINES, Engine, EngineCall, FlashAttention2, Results
+from fused_attn.backends.flash.engines import (
+    ENGINES,
+    Engine,
+    EngineCall,
+    FlashAttention2,
+    Results,
+    aligned,
+)
 from fused_attn.backends.flash.plan import Layout, MaskPlan, layout_of, plan_of
 from fused_attn.backends.kernels import EngineBackend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
@@ -66,7 +73,8 @@ class FlashBackend(EngineBackend):
         if any(0 in shape for shape in sizes):
             return AttentionOutputs(*reference.attention(call), None, None)
         is_traced = is_compiling()
-        chosen = _choice(problem) if is_traced else _cached_choice(problem, is_intercepted())
+        state = is_intercepted(), torch.are_deterministic_algorithms_enabled()
+        chosen = _choice(problem) if is_traced else _cached_choice(problem, *state)
         assert not isinstance(chosen, list)  # `unsupported` has excluded other problems
         engine, plan = chosen
         if plan.empty:
@@ -110,8 +118,10 @@ def _choice(problem: AttentionProblem) -> tuple[Engine, MaskPlan] | list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_choice(problem: AttentionProblem, traced: bool) -> tuple[Engine, MaskPlan] | list[str]:
-    """Return `_choice`, cached also by `is_intercepted()`, on which the refusals depend."""
+def _cached_choice(
+    problem: AttentionProblem, traced: bool, deterministic: bool
+) -> tuple[Engine, MaskPlan] | list[str]:
+    """Return `_choice`, cached also by torch's state on which the refusals depend."""
     return _choice(problem)
 
 
@@ -133,6 +143,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and lse of a call; lse is None unless want_lse."""
     query, key, value = call.query, call.key, call.value
+    query, scale = reference.with_positive_scale(query, float(call.options.scale))
     if needs_grad(query, key, value) and not is_intercepted():
         query, key, value = _FirstOrder.apply(query, key, value)
     spec, sizes = call.mask, call.sizes()
@@ -143,7 +154,7 @@ def _run(
         sizes = (*sizes[:2], plan.key_end - plan.key_begin)
     if is_packed or spec.bounds is not None or not engine.dense:
         layout = layout_of(spec, plan, sizes, query)
-    query, key, value = [_aligned(t.transpose(1, 2)) for t in (query, key, value)]
+    query, key, value = [aligned(t.transpose(1, 2)) for t in (query, key, value)]
     max_seqlen_q = sizes[1]
     if layout is not None:
         query, key, value = _as_rows(query, key, value, layout)
@@ -160,7 +171,7 @@ def _run(
             sizes[2],
             plan.left,
             None if results else plan.right,  # the second call of a square plan has no window
-            float(call.options.scale),
+            scale,
             float(call.options.softcap),
             _slopes(spec.slopes, 1 if sequences is None else sequences.copies),
             want_lse,
@@ -172,18 +183,6 @@ def _run(
         out = out.unflatten(0, (batch, -1))
         lse = lse if lse is None else lse.unflatten(1, (batch, -1)).transpose(0, 1)
     return out.transpose(1, 2), lse
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return a (batch, seqlen, num_heads, dim) tensor that kernels can load 16 bytes at a time."""
-    unit, strides = 16 // tensor.itemsize, tensor.stride()
-    if tensor.shape[3] % unit:
-        return tensor  # the engine pads it
-    remainders = [stride % unit for stride in strides[:3]]
-    fits = strides[3] == 1 and not any(remainders)
-    if fits and not is_intercepted():  # torch.compile cannot trace storage_offset
-        fits = tensor.storage_offset() % unit == 0
-    return tensor if fits else tensor.contiguous()
 
 
 def _as_rows(

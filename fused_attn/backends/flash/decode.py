@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.backends.flash.engines import FlashAttention2, masked_lse
+from fused_attn.backends import reference
+from fused_attn.backends.flash.engines import FlashAttention2, aligned, is_aligned, masked_lse
 from fused_attn.backends.flash.plan import MaskPlan, plan_of
 from fused_attn.call.attention import AttentionCall
 from fused_attn.call.kv_cache import CacheUpdate
@@ -33,23 +34,27 @@ def decode(
         return None
     if query.shape[3] % 8 or (table is not None and key.shape[2] % PAGE_MULTIPLE):
         return None
+    if not (is_aligned(key.transpose(1, 2)) and is_aligned(value.transpose(1, 2))):
+        return None  # a copy of the caches would not be updated
     plan = plan_of(band, False, query.shape[2], update.capacity)
     if not isinstance(plan, MaskPlan) or plan.square:
         return None
-    new = [t if t is None else t.transpose(1, 2) for t in (update.key, update.value)]
-    slopes = spec.slopes
+    new = [t if t is None else aligned(t.transpose(1, 2)) for t in (update.key, update.value)]
+    slopes, window = spec.slopes, engine.window(plan.left, plan.right)
     if slopes is not None:
         slopes = (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()
+        window = engine.alibi_window(plan.left, plan.right, update.capacity)
+    query, scale = reference.with_positive_scale(query, float(call.options.scale))
     out, lse = engine.function("flash_attn_with_kvcache")(
-        q=query.transpose(1, 2),
+        q=aligned(query.transpose(1, 2)),
         k_cache=key.transpose(1, 2),
         v_cache=value.transpose(1, 2),
         k=new[0],
         v=new[1],
         cache_seqlens=_int32(update.lengths),
         block_table=None if table is None else _int32(table),
-        softmax_scale=float(call.options.scale),
-        **engine.window(plan.left, plan.right),
+        softmax_scale=scale,
+        **window,
         softcap=float(call.options.softcap),
         alibi_slopes=slopes,
         return_softmax_lse=True,

@@ -86,6 +86,11 @@ class Engine:
     limits_right_side: ClassVar[bool] = False
     unlimited: ClassVar[int | None] = -1
     lse_option: ClassVar[str] = "return_attn_probs"
+    max_deterministic_head_dim: ClassVar[int] = 256
+
+    def is_traceable(self) -> bool:
+        """Return True if torch.compile can trace the functions."""
+        return self.traceable
 
     def unavailable(self) -> list[str]:
         """Return the reason why this engine is not installed in a known version."""
@@ -96,7 +101,7 @@ class Engine:
         reasons = self.unavailable()
         if reasons:
             return reasons
-        if not self.traceable and is_intercepted():
+        if is_intercepted() and not self.is_traceable():
             reasons.append("cannot be traced by torch.compile")
         capability = capability_of(problem.device)
         if capability is not None:
@@ -110,6 +115,10 @@ class Engine:
             reasons.append("does not support ALiBi")
         if problem.result == "lse" and problem.needs_grad and not self.has_lse_gradient:
             reasons.append("cannot backpropagate through lse")
+        most = self.max_deterministic_head_dim
+        repeatable = torch.are_deterministic_algorithms_enabled()
+        if problem.needs_grad and repeatable and problem.head_dim > most:
+            reasons.append(f"has no deterministic backward for head_dim above {most}")
         if self.limits_right_side and _exceeds_limit(problem, plan):
             reasons.append("clamps the right window size to seqlen_k, which changes this mask")
         for feature in _features_of(problem, plan):
@@ -191,6 +200,11 @@ class FlashAttention4(Engine):
             return []
         return [f"does not support head_dim {sizes[0]} with head_dim_v {sizes[1]}"]
 
+    def run(self, call: EngineCall) -> Results:
+        # The package chooses kernels for torch's current device.
+        with torch.cuda.device_of(call.query):
+            return super().run(call)
+
     def function(self, name: str) -> Any:
         from flash_attn import cute
 
@@ -203,6 +217,10 @@ class FlashAttention3(Engine):
     name = "flash-attn-3"
     min_version = "3.0.0b1"
     min_capability = max_capability = 90
+    max_deterministic_head_dim = 192
+
+    def is_traceable(self) -> bool:
+        return _fa3_is_custom_op()
 
     def function(self, name: str) -> Any:
         import flash_attn_interface
@@ -214,10 +232,25 @@ class FlashAttention2(Engine):
     """FlashAttention 2."""
 
     name = "flash-attn"
-    min_version = "2.6"
+    # The first version that supports Blackwell. Before 2.6.2, gradients with softcap are wrong.
+    min_version = "2.7.3"
     head_dim_multiple = 1
     has_alibi = True
     limits_right_side = True
+
+    def alibi_window(self, left: int | None, right: int | None, seqlen_k: int) -> dict[str, Any]:
+        """Return the arguments causal and window_size for ALiBi with the lse of its definition.
+
+        With causal=True, the kernel adds slope * key instead of -slope * distance, which changes
+        lse by a number for each row. A left side of seqlen_k - 1 masks nothing, and selects the
+        kernel for windows, which subtracts the distance.
+        """
+        return self.window(seqlen_k - 1 if left is None and right == 0 else left, right)
+
+    def run(self, call: EngineCall) -> Results:
+        if call.slopes is not None and call.want_lse and call.left is None and call.right == 0:
+            call = call._replace(left=call.max_seqlen_k - 1)
+        return super().run(call)
 
     def function(self, name: str) -> Any:
         import flash_attn
@@ -267,9 +300,34 @@ _CLASSES = (FlashAttention4, FlashAttention3, FlashAttention2, TorchVarlen)
 ENGINES: tuple[Engine, ...] = tuple(engine() for engine in _CLASSES)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a (batch, seqlen, num_heads, dim) tensor that kernels can load 16 bytes at a time."""
+    if tensor.shape[3] % (16 // tensor.itemsize) or is_aligned(tensor):
+        return tensor  # the engine pads other head dimensions
+    # contiguous() would return a dense tensor itself, even at an address that is not aligned.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    unit, strides = 16 // tensor.itemsize, tensor.stride()
+    remainders = [stride % unit for stride in strides[:3]]
+    fits = strides[3] == 1 and not any(remainders)
+    if fits and not is_intercepted():  # torch.compile cannot trace storage_offset
+        fits = tensor.storage_offset() % unit == 0
+    return fits
+
+
 def masked_lse(lse: Tensor) -> Tensor:
     """Return lse with -inf in rows without keys, where FlashAttention 2 returns +inf."""
     return lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+@traced_as_constant
+def _fa3_is_custom_op() -> bool:
+    """Return True if flash-attn-3 registers its forward as an op (builds since 2025-11)."""
+    import flash_attn_interface
+
+    return hasattr(getattr(flash_attn_interface, "_flash_attn_forward", None), "_opoverload")
 
 
 @traced_as_constant

@@ -13,6 +13,7 @@ from intervals (masks/intervals.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,11 +21,12 @@ import torch
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.kernels import EngineBackend
-from fused_attn.backends.machine import HAS_TRITON, too_old
+from fused_attn.backends.machine import HAS_TRITON, capability_of, too_old
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, kernel_limits
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.base.torch_state import is_compiling, is_intercepted, needs_grad
 from fused_attn.call.attention import AttentionCall, AttentionOutputs
+from fused_attn.call.options import with_options
 
 if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
     from fused_attn.backends.flex.functions import Variant
@@ -33,6 +35,9 @@ if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+# The tiles of torch's backward for head_dim 129 to 256 need more than their 99 KB. It is
+# compiled in the backward pass, when it is too late for another backend (pytorch/pytorch#198224).
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 # FlexAttention supports other block sizes only if its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
 
@@ -95,6 +100,9 @@ class FlexBackend(EngineBackend):
             reasons.append(
                 f"requires head_dim and head_dim_v of at least {MIN_HEAD_DIM}, not {small}"
             )
+        has_large = problem.needs_grad and max(problem.head_dim, problem.head_dim_v) > 128
+        if has_large and capability_of(problem.device) in SMALL_SHARED_MEMORY:
+            reasons.append("has no backward for head_dim above 128 on this GPU")
         if problem.dropout:
             reasons.append("does not support dropout")
         if problem.partial:
@@ -125,6 +133,9 @@ class FlexBackend(EngineBackend):
         query, key, value = call.query, call.key, call.value
         if 0 in query.shape or 0 in key.shape or 0 in value.shape:
             return AttentionOutputs(*reference.attention(call), None, None)
+        if self.engine == "FLASH" and float(call.options.scale) <= 0.0:  # see with_positive_scale
+            query, scale = reference.with_positive_scale(query, float(call.options.scale))
+            call = replace(with_options(call, scale=scale), query=query)
         variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
         if is_compiling():
             results = functions.attend(variant, query, key, value, operands)

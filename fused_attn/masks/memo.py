@@ -174,6 +174,8 @@ def recall_eager(
     finally:
         found = list(computing.pop().values())
     memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return value  # other graphs and calls would read it before a replay computes it
     if not cacheable(found):
         return value
     memo[key] = Entry(_sources(tensors), _sources(found), value)

@@ -56,7 +56,7 @@ def attention(
     arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
     dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
     head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
-    partial: bool = False,
+    partial: bool = False, nan_pass: bool = False,
 ) -> list[Compiled]:  # fmt: skip
     """Compile the forward and backward kernels, or the decode kernels if seqlen_q is small."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
@@ -79,7 +79,7 @@ def attention(
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
-        with compiling_for(arch) as kernels:
+        with compiling_for(arch, nan_pass) as kernels:
             BACKEND.attention_fwd(call, not decodes, True)
             if not decodes:
                 outputs = with_options(call, partial=False).outputs(True)
@@ -160,6 +160,16 @@ def test_options(options, arch):
     mask = None if "packed" in options else masks.causal(align="bottom_right")
     kernels = attention(arch, torch.bfloat16, mask=mask, **options)
     check(kernels, arch, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "arch", [a if a == "sm_100" else pytest.param(a, marks=pytest.mark.thorough) for a in ARCHS]
+)
+def test_nan_pass(arch):
+    """The pass that recomputes tiles with NaN compiles, within the limit of shared memory."""
+    mask = mask_classes(torch.bfloat16)["key_mask"]
+    for kernel in attention(arch, torch.bfloat16, 64, mask, nan_pass=True):
+        assert kernel.shared <= SHARED_LIMITS[arch], f"{kernel.name}: {kernel.shared} bytes"
 
 
 def test_lengths_do_not_recompile_kernels():

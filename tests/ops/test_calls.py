@@ -204,6 +204,7 @@ def test_a_captured_graph_keeps_the_cached_values_that_it_reads(monkeypatch):
     """Masks that the host describes are on the GPU when a capture begins; replays read them."""
     monkeypatch.setattr(memo, "stream_of", lambda device: 1)
     monkeypatch.setattr(memo, "_of_graphs", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cached, device = {}, torch.device("cuda")
 
     def recalled():
@@ -214,6 +215,17 @@ def test_a_captured_graph_keeps_the_cached_values_that_it_reads(monkeypatch):
     assert recalled() is first()
     cached.clear()
     assert first() is not None
+
+
+def test_a_value_computed_in_a_captured_graph_is_not_cached(monkeypatch):
+    """All captures use one stream by default. Another graph may be replayed first."""
+    monkeypatch.setattr(memo, "stream_of", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cached, device = {}, torch.device("cuda")
+    first, second = (
+        memo.recall(cached, "key", [], device, lambda: torch.ones(3)) for _ in range(2)
+    )
+    assert first is not second and not cached
 
 
 def test_norms_do_not_depend_on_return_residual():

@@ -24,7 +24,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from fused_attn.backends.triton import attention, backward, forward, norm_host
+from fused_attn.backends.triton import (
+    attention,
+    backward,
+    bias_grad,
+    decode,
+    forward,
+    norm_host,
+    weights,
+)
 from fused_attn.backends.triton.launch import Arch
 
 # Maximum shared memory per program in bytes. Sources: CUDA C programming guide, table of compute
@@ -76,11 +84,22 @@ class _Driver:
         return self.target
 
 
+def _forget_sources() -> None:
+    """Forget the hashes of kernel sources, which are keys of Triton's cache, after a patch."""
+    for module in (attention, backward, bias_grad, decode, forward, weights):
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function.hash = None
+
+
 @contextlib.contextmanager
-def compiling_for(arch: str) -> Iterator[list[Compiled]]:
+def compiling_for(arch: str, nan_pass: bool = False) -> Iterator[list[Compiled]]:
     """Compile the kernels that Triton backend calls would launch within the block.
 
     Yields a list, to which each launch appends the compiled kernel.
+
+    Args:
+        nan_pass: also compile the pass that recomputes tiles with NaN, which may spill registers.
     """
     target = (
         GPUTarget("hip", arch, 64)
@@ -98,8 +117,10 @@ def compiling_for(arch: str) -> Iterator[list[Compiled]]:
 
     modules: tuple[ModuleType, ...] = (attention, norm_host)
     with contextlib.ExitStack() as stack:
+        _forget_sources()
+        stack.callback(_forget_sources)
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(target)))
-        for module in (forward, backward):
+        for module in () if nan_pass else (forward, backward):
             stack.enter_context(mock.patch.object(module, "hides_values", _hides_no_values))
         for module in modules:
             stack.enter_context(mock.patch.object(module, "launch", launch))

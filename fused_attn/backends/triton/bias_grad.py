@@ -67,9 +67,9 @@ def attention_bwd_bias_kernel(
     elif PER_ROW:
         tl.store(head + i.to(tl.int64) * columns + n, tl.sum(total, 1), i < rows)
     elif PER_COLUMN:
-        tl.store(head + m * columns + j, tl.sum(total, 0), j < columns)
+        tl.store(head + m.to(tl.int64) * columns + j, tl.sum(total, 0), j < columns)
     else:
-        tl.store(head + m * columns + n, tl.sum(tl.sum(total, 1), 0))
+        tl.store(head + m.to(tl.int64) * columns + n, tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit

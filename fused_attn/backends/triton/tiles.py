@@ -256,7 +256,7 @@ def list_tiles_kernel(
     """List the full and partial tiles of each owner, which is a row or a column of `kinds`."""
     pid = tl.program_id(0)
     owner, bh = pid % owners, (pid // owners).to(tl.int64)
-    kinds += bh * owners * others + owner * stride_owner
+    kinds += bh * owners * others + owner.to(tl.int64) * stride_owner
     indices += pid.to(tl.int64) * others
     num_full, num_partial = pid * 0, pid * 0
     for start in range(0, others, CHUNK):

@@ -260,14 +260,26 @@ FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
 
 using Stream = cudaStream_t;
 
-// Returns the reason why the current GPU cannot run a kernel, for example because it was compiled
-// for other GPUs or the driver is too old, or null if it can.
+// Returns the reason why the current GPU can never run a kernel: it was compiled for other GPUs, or
+// the driver is too old. Returns null otherwise; a launch reports other errors.
 template <class Args>
 const char* obstacle(void (*kernel)(Args)) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   cudaGetLastError();  // clear the error
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
+      return cudaGetErrorString(error);
+    default:
+      return nullptr;
+  }
 }
 
 // Starts a kernel without waiting for it. Returns an error message if that fails, otherwise null.
@@ -275,8 +287,8 @@ template <class Args>
 const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
                          const std::remove_const_t<Args>& args, Stream stream) {
   constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory than this is opt-in
-  // The limit of the GPU with the least. Each launch requests the same, because another thread may
-  // set the attribute before this thread launches.
+  // kMaxSharedBytes (tile_sizes.h). Each launch requests the same, because another thread may set
+  // the attribute between this call and the launch.
   constexpr int kRequested = 99 << 10;
   if (shared_size > kWithoutAsking) {
     const cudaError_t error =

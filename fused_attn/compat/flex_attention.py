@@ -17,6 +17,7 @@ Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Op
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dis import opmap
@@ -43,7 +44,7 @@ from fused_attn.base.torch_state import in_transform
 from fused_attn.call.attention import default_scale
 from fused_attn.integrations.bytecode import closure_of, codes
 from fused_attn.masks.fields import Shape
-from fused_attn.masks.mask_mod import row_blocks, used_shape
+from fused_attn.masks.mask_mod import CHUNK, row_blocks, used_shape
 
 __all__ = [
     "AuxOutput",
@@ -169,7 +170,9 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
 
 _CONSTANT_MODULES = ("torch", "math", "builtins")
 # By these, a function reads values that are not in its closure, defaults or globals.
-_UNKNOWN_READS = {"globals", "vars", "eval", "exec", "__import__", "get_default_dtype"}
+_UNKNOWN_READS = {
+    "globals", "vars", "eval", "exec", "open", "__import__", "get_default_dtype",
+}  # fmt: skip
 _IMPORT = opmap["IMPORT_NAME"]
 
 
@@ -186,10 +189,12 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
     names = {name for code in own for name in code.co_names}
     if names & _UNKNOWN_READS or any(_IMPORT in code.co_code[::2] for code in own):
         return None
-    read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
+    names = names & function.__globals__.keys()
+    read = [function.__globals__[name] for name in sorted(names)]
     read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    key: list[Any] = [function.__code__]
-    for value in (*read, *closure_of(function).values()):
+    captured = closure_of(function)
+    key: list[Any] = [function.__code__, tuple(captured), tuple(sorted(names))]
+    for value in (*read, *captured.values()):
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None
@@ -229,7 +234,8 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
         place = ((steps * 0.6180339887498949) % 1.0).view(size)
         # Every position has several scores in [-6, 6], and small calls have many of them.
         count = max(_SAMPLES, -(-_LEAST_SCORES // max(len(steps), 1)))
-        scores = [(((place + i / count) % 1.0) - 0.5) * 12.0 for i in range(count)]
+        starts = torch.arange(count, dtype=torch.float64, device=device) / count
+        scores = ((place + starts.view(-1, 1, 1, 1, 1)) % 1.0 - 0.5) * 12.0
         score = scores[0]
         with torch.enable_grad():
             bias = _applied(score_mod, 0.0, shape, rows, device)
@@ -239,17 +245,20 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
             if result.requires_grad and bool(seen.any()):
                 _check_gradients(result[seen], bias[seen])
         with torch.no_grad():
-            for values in (*scores, *(low * (high / low) ** place for low, high in _RANGES)):
-                if values is not score:
-                    result = _applied(score_mod, values, shape, rows, device)
-                if not torch.equal(result > float("-inf"), seen):
+            several = scores.split(max(CHUNK // max(len(steps), 1), 1))
+            ranges = (low * (high / low) ** place for low, high in _RANGES)
+            for values in itertools.chain(several, ranges):
+                result = _applied(score_mod, values, shape, rows, device)
+                if not torch.equal(result > float("-inf"), seen.expand_as(result)):
                     raise _refusal()
                 if not bool(seen.any()):
                     break
-                change, values, added = (result - bias)[seen], values[seen], bias[seen]
+                change, values, added = (t[..., seen] for t in (result - bias, values, bias))
                 if first is None:
                     large = _applied(score_mod, _LARGE, shape, rows, device)[seen]
-                    first = _form(float(change[0] / values[0]), float(large[0] - added[0]))
+                    first = _form(
+                        float(change.flatten()[0] / values.flatten()[0]), float(large[0] - added[0])
+                    )
                 expected = first.factor * values
                 if first.softcap is not None:
                     expected = first.softcap * torch.tanh(values / first.softcap)
@@ -328,6 +337,8 @@ def _applied(
     for dim in reversed(range(4)):
         own = [0 if i == dim else None for i in range(4)]
         function = torch.vmap(function, in_dims=(0, *own))
+    if score.dim() > 4:
+        function = torch.vmap(function, in_dims=(0, None, None, None, None))
     b, h, k = (torch.arange(shape[i], device=device) for i in (0, 1, 3))
     q = torch.arange(rows.start, rows.stop, device=device)
     with _IndexByTensors():

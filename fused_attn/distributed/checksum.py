@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.integrations.bytecode import closure_of
+from fused_attn.integrations.bytecode import closure_of, codes
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_on_tensor
 
@@ -27,12 +27,13 @@ def checksum(mask: Mask | None, tensors: Sequence[Tensor | None] = ()) -> int:
     return zlib.crc32(repr((_described(mask), [_described(t) for t in tensors])).encode())
 
 
-def _described(value: Any, seen: frozenset[Any] = frozenset()) -> Any:
+def _described(value: Any, seen: dict[Any, int] | None = None) -> Any:
     """Return a value whose repr describes a mask or a part of it completely.
 
     Args:
-        seen: functions whose description contains this one.
+        seen: numbers of the functions that are described already.
     """
+    seen = {} if seen is None else seen
     if isinstance(value, Tensor):
         content = 0 if value.requires_grad else _content(value)
         return tuple(value.shape), str(value.dtype), value.requires_grad, content
@@ -46,11 +47,15 @@ def _described(value: Any, seen: frozenset[Any] = frozenset()) -> Any:
         if code is None:
             return type(value).__qualname__
         if value in seen:
-            return value.__qualname__
-        constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
+            return seen[value]
+        seen[value] = len(seen)
+        bodies = [
+            (c.co_code, c.co_names, [x for x in c.co_consts if not hasattr(x, "co_code")])
+            for c in codes(code)
+        ]
         named = {**closure_of(value), **(value.__kwdefaults__ or {})}
-        read = _described([value.__defaults__, *named.items()], seen | {value})
-        return value.__qualname__, code.co_code, code.co_names, constants, read
+        read = _described([value.__defaults__, *named.items()], seen)
+        return value.__qualname__, bodies, read
     return value
 
 

@@ -321,5 +321,7 @@ def _fallback_reason(
 
 def _below_autograd(*args: Any, **kwargs: Any) -> Tensor:
     """Compute calls that bypass the autograd keys, such as those in inference mode."""
+    if not torch.is_grad_enabled():
+        return _attention(*args, **kwargs)
     with torch.no_grad():
         return _attention(*args, **kwargs)

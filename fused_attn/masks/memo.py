@@ -89,7 +89,8 @@ def recall(
     return recall_eager(memo, key, tensors, device, make, limit)
 
 
-# Values read during the capture of a CUDA graph, by id: its replays read their memory.
+# Values read during the capture of a CUDA graph, by id: its replays read their memory. torch does
+# not tell when a graph is deleted, so they are kept until the process ends.
 _of_graphs: dict[int, object] = {}
 
 # Maps id(tensor) to the memo of the tensor. An id is unique only while its tensor is alive, so
@@ -149,6 +150,7 @@ def recall_eager(
     The caller ensures that the tensors are `cacheable` and the call is not intercepted.
     """
     stream = 0 if device.type == "cpu" else stream_of(device)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
     if entry is not None and len(entry.sources) == len(tensors):
@@ -164,7 +166,7 @@ def recall_eager(
         else:
             if entry.read:
                 note_reads(read)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing:
                 _of_graphs[id(entry.value)] = entry.value
             return entry.value  # type: ignore[return-value]
     computing: list[dict[int, Tensor]] = _of_thread.__dict__.setdefault("computing", [])
@@ -174,9 +176,8 @@ def recall_eager(
     finally:
         found = list(computing.pop().values())
     memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return value  # other graphs and calls would read it before a replay computes it
-    if not cacheable(found):
+    # Other graphs and calls would read a value of a captured graph before a replay computes it.
+    if capturing or not cacheable(found):
         return value
     memo[key] = Entry(_sources(tensors), _sources(found), value)
     # Other threads may evict concurrently: iterate over a copy of the keys, and allow for an empty

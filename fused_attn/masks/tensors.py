@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -80,7 +81,7 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
         if flex is None or not isinstance(attn_mask, flex.BlockMask):
             return attn_mask
         known, parts = _OF_BLOCK_MASKS.get(attn_mask), _parts_of(attn_mask)
-        if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+        if known is None or not all(map(operator.is_, known[0], parts)):
             known = parts, from_block_mask(attn_mask)
             _OF_BLOCK_MASKS[attn_mask] = known
         return known[1]

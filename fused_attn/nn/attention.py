@@ -194,7 +194,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def forward_projected(
         self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Compute cross-attention over keys and values from `project_keys`.
+        """Compute cross-attention over keys and values from `project_memory`.
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
@@ -218,6 +218,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         )  # fmt: skip
         out = out.unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
         return self.out_proj(self._merge_heads(out, True))
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Return the projected keys and values of a memory, each (N, num_heads, S, head_dim)."""
+        return self._project_keys(memory, memory)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
@@ -260,7 +264,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """Project query, key and value; return (batch, num_heads, seqlen, head_dim) views."""
         if self._qkv_same_embed_dim and query is key is value:
             return self._split_heads(self._linear(query, self.in_proj_weight, self._bias()), 3)
-        return self._project_query(query), *self.project_keys(key, value)
+        return self._project_query(query), *self._project_keys(key, value)
 
     def _project_query(self, query: Tensor) -> Tensor:
         bias = self._bias()
@@ -270,7 +274,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             weight = self._rows(self.in_proj_weight).chunk(3)[0]
         return self._split_heads(self._linear(query, weight, bias), 1)[0]
 
-    def project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project key and value; return views in the layout of `_project`."""
         bias = self._bias()
         bias = bias if bias is None else _of_keys(bias)

@@ -281,7 +281,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                 )
         if memory.dim() != 3:
             raise ValueError(f"memory must have 3 dimensions, got shape {tuple(memory.shape)}")
-        projected = [layer.multihead_attn.project_keys(memory, memory) for layer in self.layers]
+        projected = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
         for key, value in projected:
             check_no_grad(key, value)
         caches = [KeyValueCache() for _ in self.layers]

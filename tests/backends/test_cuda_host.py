@@ -16,7 +16,7 @@ from helpers import device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import AttentionProblem, get_backend
+from fused_attn.backends import AttentionProblem, cuda, get_backend
 from fused_attn.backends.cuda import module
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
@@ -129,7 +129,10 @@ def test_gpus_that_cannot_run_the_kernels_are_refused(monkeypatch):
     stand_in = SimpleNamespace(launch_obstacle=lambda: "no kernel image is available")
     monkeypatch.setattr(module, "_cuda", stand_in)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    assert module.launch_obstacle(torch.device("cuda", 63)) == [
+    for name, result in (("emulated", False), ("unavailable", []), ("too_old", [])):
+        monkeypatch.setattr(cuda, name, lambda *args, result=result: result)
+    problem = AttentionProblem(torch.device("cuda", 63), torch.float16, 64, 64)
+    assert CUDA.unsupported(problem) == [
         "its kernels cannot run on this GPU: no kernel image is available"
     ]
 

@@ -339,9 +339,16 @@ def tanh_of_shifted(q, k, v):
     return torch.tanh(scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
 
 
+def filled_after_a_shift(q, k, v):
+    scores = q @ k.transpose(-2, -1) * 3e4
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.masked_fill(~CAUSAL, -1e4).softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
+        (filled_after_a_shift, "masked by a finite number"),
         (nan_is_uniform, "another number than 0"), (in_a_buffer, "existing tensor"),
         (integers, "to integers"), (tanh_of_shifted, "tanh is applied to"),
         (weights_too, "or by more than one"), (classifier, "scores depend on relu"),

@@ -231,6 +231,13 @@ def test_restore():
     assert type(model.embeddings.LayerNorm) is torch.nn.LayerNorm
 
 
+def test_norms_alone_leave_the_attention():
+    model = BertModel(config())
+    swap_modules(model, attention=False)
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model.embeddings.LayerNorm) is fnn.LayerNorm
+
+
 def test_swapping_twice_and_comparing_a_swapped_model():
     model = BertModel(config())
     swap_modules(model)

@@ -140,6 +140,9 @@ def test_checksums():
     functions += [lambda b, h, q, k, n=n: q > k + n for n in (1, 2)]
     functions += [lambda b, h, q, k, *, n=n: q > k + n for n in torch.tensor([1, 2])]
 
+    functions += [lambda b, h, q, k: (lambda z: z + 1)(q) >= k]
+    functions += [lambda b, h, q, k: (lambda z: z + 2)(q) >= k]
+
     def recursive(b, h, q, k, depth=1):
         return recursive(b, h, q, k, 0) if depth else later(q, k)
 

@@ -27,6 +27,8 @@ except ImportError as error:
 
 def _initialize(module: Any) -> None:
     check_fields(module.FIELDS)
+    if not hasattr(module, "launch_obstacle"):
+        raise ImportError("fused_attn._cuda is older than the package: build it again")
     module.set_exchange_api(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 
@@ -71,7 +73,8 @@ def launch_obstacle(device: torch.device) -> list[str]:
 
     The module may have been compiled for other GPUs, or for a newer driver.
     """
-    return _launch_obstacle(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _launch_obstacle(torch.device(device.type, index))
 
 
 @functools.cache

@@ -206,6 +206,8 @@ class Search:
     def _replace(self, kind: str, mask: Any, value: Any) -> None:
         """Add a step that replaces scores by a number."""
         number = _constant(value)
+        if self.shifted and number != -math.inf:
+            raise NotFusedError("shifted scores are masked by a finite number")
         if number is None or number > MASK_THRESHOLD:
             raise NotFusedError(
                 f"masked scores are set to a tensor, or to a number above {MASK_THRESHOLD:g}"

@@ -18,6 +18,7 @@ from mask_cases import FIELDS, MASKS, OTHER_MASKS
 
 from fused_attn import decode_attention, masks
 from fused_attn import functional as F
+from fused_attn.backends import cpp
 from fused_attn.backends.verdicts import WIDTHS
 
 IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]
@@ -52,7 +53,8 @@ def test_compiled_calls_run_on_the_decode_kernel():
         out = F.scaled_dot_product_attention(query, key, value)
         assert torch.equal(compiled(query, key, value), out)
     trained = F.scaled_dot_product_attention(query.requires_grad_(), key, value)
-    assert not torch.equal(out, trained)
+    # Without vectors, both kernels sum in the same order.
+    assert not torch.equal(out, trained) or cpp.isa() == "generic"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

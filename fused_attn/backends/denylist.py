@@ -37,6 +37,7 @@ class Defect:
 
 
 MASK_WITH_GRADIENTS = "mask tensor with gradients"
+GROUPED_HEADS = "grouped heads"
 ONE_QUERY = "one query"
 ONE_QUERY_WITH_GRADIENTS = "one query with gradients"
 BAND_WITH_GRADIENTS = "causal mask or window with gradients"
@@ -61,10 +62,17 @@ DEFECTS = {
     ),
     ("cudnn", ONE_QUERY): Defect(
         "torch",
-        ">=2.11",  # cuDNN 9.19; torch 2.14 excludes the affected versions of cuDNN itself
+        ">=2.11",  # cuDNN 9.19; pytorch/pytorch#194927 excludes such versions in a later release
         (10, 11),
         "computes wrong outputs of one query with grouped heads",
         "https://github.com/pytorch/pytorch/issues/193893",
+    ),
+    ("memory-efficient", GROUPED_HEADS): Defect(
+        "torch",
+        "<2.14",  # by the date of the merge
+        (8, 9, 10, 11, 12),
+        "leaves the call to the kernel that stores all scores",
+        "https://github.com/pytorch/pytorch/pull/191085",
     ),
     # No known release of flash-attn-4 fixes these defects.
     ("flash-attn-4", BAND_WITH_GRADIENTS): Defect(

@@ -266,11 +266,6 @@ def _requiring_grad(query: Tensor, mask: Tensor) -> Tensor:
     return query + (first * 0.0).to(query.dtype)
 
 
-# torch's memory-efficient kernel supports GQA from this version on (pytorch/pytorch#191085).
-_EFFICIENT_GQA = (2, 14)
-_TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
-
-
 def _repeats_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> bool:
@@ -279,15 +274,13 @@ def _repeats_heads(
     Of its kernels without that matrix, the memory-efficient one is then the only one that supports
     the mask, dtype or sizes, but not GQA.
     """
-    if query.device.type != "cuda" or _TORCH >= _EFFICIENT_GQA or torch.version.hip is not None:
+    if query.device.type != "cuda" or torch.version.hip is not None or query.dtype == torch.float64:
         return False
-    if query.dtype == torch.float64:
+    if not denylist.is_denied("memory-efficient", denylist.GROUPED_HEADS, query.device):
         return False
     size, is_half = query.shape[3], query.dtype in (torch.float16, torch.bfloat16)
-    is_even = size == value.shape[3]
-    by_flash = is_half and mask is None and is_even and size <= 256
-    by_flash = by_flash and (not is_causal or query.shape[2] == key.shape[2])
-    if by_flash:
+    by_flash = is_half and mask is None and size == value.shape[3] and size <= 256
+    if by_flash and (not is_causal or query.shape[2] == key.shape[2]):
         return False
     capability = capability_of(query.device)
     prefers_cudnn = capability is None or capability // 10 in (9, 10)

@@ -40,10 +40,10 @@ def decode(
     if not isinstance(plan, MaskPlan) or plan.square:
         return None
     new = [t if t is None else aligned(t.transpose(1, 2)) for t in (update.key, update.value)]
-    slopes, window = spec.slopes, engine.window(plan.left, plan.right)
+    slopes, left = spec.slopes, plan.left
     if slopes is not None:
         slopes = (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()
-        window = engine.alibi_window(plan.left, plan.right, update.capacity)
+        left = engine.alibi_left(left, plan.right, update.capacity)
     query, scale = reference.with_positive_scale(query, float(call.options.scale))
     out, lse = engine.function("flash_attn_with_kvcache")(
         q=aligned(query.transpose(1, 2)),
@@ -54,7 +54,7 @@ def decode(
         cache_seqlens=_int32(update.lengths),
         block_table=None if table is None else _int32(table),
         softmax_scale=scale,
-        **window,
+        **engine.window(left, plan.right),
         softcap=float(call.options.softcap),
         alibi_slopes=slopes,
         return_softmax_lse=True,

@@ -238,18 +238,18 @@ class FlashAttention2(Engine):
     has_alibi = True
     limits_right_side = True
 
-    def alibi_window(self, left: int | None, right: int | None, seqlen_k: int) -> dict[str, Any]:
-        """Return the arguments causal and window_size for ALiBi with the lse of its definition.
+    def alibi_left(self, left: int | None, right: int | None, seqlen_k: int) -> int | None:
+        """Return the left side of a window for ALiBi with the lse of its definition.
 
         With causal=True, the kernel adds slope * key instead of -slope * distance, which changes
         lse by a number for each row. A left side of seqlen_k - 1 masks nothing, and selects the
         kernel for windows, which subtracts the distance.
         """
-        return self.window(seqlen_k - 1 if left is None and right == 0 else left, right)
+        return seqlen_k - 1 if left is None and right == 0 else left
 
     def run(self, call: EngineCall) -> Results:
-        if call.slopes is not None and call.want_lse and call.left is None and call.right == 0:
-            call = call._replace(left=call.max_seqlen_k - 1)
+        if call.slopes is not None and call.want_lse:
+            call = call._replace(left=self.alibi_left(call.left, call.right, call.max_seqlen_k))
         return super().run(call)
 
     def function(self, name: str) -> Any:

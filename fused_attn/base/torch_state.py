@@ -139,9 +139,9 @@ def host_readable(tensor: Tensor) -> bool:
     This requires a tensor on the CPU and an eager call, which modes may intercept unless they trace
     it. For example, torch.set_default_device sets a mode.
     """
-    if is_compiling() or tensor.device.type != "cpu":
+    if tensor.device.type != "cpu":
         return False
-    return plain_eager(tensor) or _readable_in_modes(tensor)
+    return plain_eager(tensor) or (not is_compiling() and _readable_in_modes(tensor))
 
 
 def _readable_in_modes(tensor: Tensor) -> bool:

@@ -123,14 +123,13 @@ def _attend(step: _Step, is_causal: bool | None, want_lse: bool) -> tuple[Tensor
         is_causal: None if there is an attn_mask.
     """
     call, backend, update, by_kernel = step
-    written = update.caches if update.seqlen_new > 0 else ()
-    empty = update.capacity == 0 or any(0 in t.shape for t in (call.query, *update.caches))
-    if by_kernel and not empty and not any(_is_refused(cache) for cache in written):
+    keys, values = update.caches
+    empty = update.capacity == 0 or 0 in (*call.query.shape, *keys.shape, *values.shape)
+    if by_kernel and not empty and not _is_refused(update):
         results = backend.attention_decode(call, update, want_lse)
         if results is not None:
-            for cache in written:
-                if not cache.is_inference():
-                    increment_version(cache)
+            if update.seqlen_new > 0:
+                increment_version([cache for cache in update.caches if not cache.is_inference()])
             return results
     check_pages(update)
     append(update)
@@ -140,9 +139,12 @@ def _attend(step: _Step, is_causal: bool | None, want_lse: bool) -> tuple[Tensor
     return dispatch.run_attention(call, backend, want_lse)
 
 
-def _is_refused(cache: Tensor) -> bool:
+def _is_refused(update: CacheUpdate) -> bool:
     """Return True if torch refuses to write to a cache: an inference tensor outside of its mode."""
-    return cache.is_inference() and not torch.is_inference_mode_enabled()
+    if update.seqlen_new == 0 or torch.is_inference_mode_enabled():
+        return False
+    keys, values = update.caches
+    return keys.is_inference() or values.is_inference()
 
 
 def _for_torch(call: AttentionCall, update: CacheUpdate, is_causal: bool | None) -> AttentionCall:

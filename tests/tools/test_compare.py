@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from planted import scale_result
 
 import fused_attn.nn as fnn
 from fused_attn import functional
@@ -16,7 +17,7 @@ from fused_attn.tools.recording import Recorder
 
 
 class Normed(torch.nn.Module):
-    """Layer norm and a function of the norm and the input, which computes the output."""
+    """Model that returns function(layer norm, input)."""
 
     def __init__(self, function):
         super().__init__()
@@ -27,6 +28,7 @@ class Normed(torch.nn.Module):
 
 
 def noisy(noise):
+    """Return a model that adds noise(input) to the output of its layer norm."""
     return Normed(lambda norm, x: norm(x) + noise(x))
 
 
@@ -80,47 +82,43 @@ def test_errors_are_measured_against_float64(dtype):
         weight, bias = (p.detach().to(to).requires_grad_() for p in model.parameters())
         out = norm(x.to(to), (16,), weight, bias)
         out.backward(projection.to(to))
-        return [t.detach().double() for t in (out, weight.grad, bias.grad)]
+        tensors = {"output": out, "0.weight": weight.grad, "0.bias": bias.grad}
+        return {name: t.detach().double() for name, t in tensors.items()}
 
     truth = by_hand(torch.nn.functional.layer_norm, torch.float64)
     eager = by_hand(torch.nn.functional.layer_norm, dtype)
     fused = by_hand(functional.layer_norm, dtype)
-    rows = {(row.name, row.kind): row for row in report.rows}
-    keys = [("output", "output"), ("0.weight", "param grad"), ("0.bias", "param grad")]
-    largest_grad = max(truth[1].abs().max(), truth[2].abs().max())
-    for index, (key, factor, largest) in enumerate(
-        zip(keys, (2.0, 3.0, 3.0), (truth[0].abs().max(), largest_grad, largest_grad), strict=True)
-    ):
-        row = rows[key]
-        eager_error = (eager[index] - truth[index]).abs()
-        fused_error = (fused[index] - truth[index]).abs()
+    largest_grad = max(truth["0.weight"].abs().max(), truth["0.bias"].abs().max())
+    rows = [row for row in report.rows if row.name in truth]
+    assert len(rows) == 3
+    for row in rows:
+        exact, is_output = truth[row.name], row.kind == "output"
+        eager_error, fused_error = ((t[row.name] - exact).abs() for t in (eager, fused))
         assert row.eager_max == eager_error.max().item()
         assert row.fused_max == fused_error.max().item()
         assert row.eager_rms == pytest.approx(eager_error.square().mean().sqrt().item())
+        largest, factor = (exact.abs().max(), 2.0) if is_output else (largest_grad, 3.0)
         rounding = torch.finfo(dtype).eps * largest.item()
         assert row.limit == pytest.approx(factor * row.eager_max + rounding)
 
 
 def test_errors_of_fused_modules_are_measured(monkeypatch):
     """An error in fused attention makes the rows of the attention module and the output fail."""
-    exact = functional.scaled_dot_product_attention
-
-    def off_by_a_little(*args, **kwargs):
-        return exact(*args, **kwargs) * (1 + 1e-4)
-
     args, kwargs = transformer_call()
     model = transformer()
-    assert compare(model, *args, **kwargs).ok
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", off_by_a_little)
+    report = compare(model, *args, **kwargs)
+    assert report.ok and not any("accumulate" in note for note in report.notes)
+    scale_result(monkeypatch, functional, "scaled_dot_product_attention", 1 + 1e-4)
     report = compare(model, *args, **kwargs)
     assert not report.ok
     bad = {row.name for row in report.rows if not row.ok}
     assert {"encoder.layers.0.self_attn", "output"} <= bad
     assert "ABOVE LIMIT" in str(report)
+    assert any("accumulate" in note for note in report.notes)  # explains the output's error
     assert max(row.eager_max for row in report.rows) < 1e-4
 
 
-def test_gradients_that_are_off_are_reported(monkeypatch):
+def test_wrong_gradients_are_reported(monkeypatch):
     exact = functional.layer_norm
 
     class Scale(torch.autograd.Function):
@@ -142,30 +140,25 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
     assert compare(transformer(), *args, **kwargs, backward=False).ok
 
 
-@pytest.mark.parametrize("off", [0.0, 1e-3])
-def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
-    """For T5, a correct kernel passes, an incorrect one fails, and output limits are below 1e-5.
-
-    Limits would be larger if rounding in eager runs could change T5's distance buckets.
-    """
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_buckets_of_t5_are_the_same_in_all_runs(monkeypatch, factor):
+    """Rounding in eager runs cannot change T5's distance buckets, which would increase limits."""
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
     )
     tokens = torch.randint(3, 40, (2, 40))
-    exact = functional.scaled_dot_product_attention
-
-    def attention(*args, **kwargs):
-        return exact(*args, **kwargs) * (1 + off)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    scale_result(monkeypatch, functional, "scaled_dot_product_attention", factor)
     report = compare(transformers.T5EncoderModel(config), input_ids=tokens)
-    assert report.ok is (off == 0.0)
+    assert report.ok is (factor == 1.0)
     assert all(row.limit < 1e-5 for row in report.rows if row.kind == "output")
 
 
 def test_complex_buffers_stay_complex(monkeypatch):
-    """Complex buffers stay complex in all runs, including those that estimate eager's error."""
+    """Complex buffers stay complex in all runs, including those that estimate eager's error.
+
+    These runs are needed only for an error above the limit.
+    """
 
     class Rotation(torch.nn.Module):
         def __init__(self):
@@ -177,10 +170,7 @@ def test_complex_buffers_stay_complex(monkeypatch):
             assert self.rotation.is_complex()
             return self.norm(x)
 
-    exact = functional.layer_norm
-    monkeypatch.setattr(
-        functional, "layer_norm", lambda *args, **kwargs: 1.1 * exact(*args, **kwargs)
-    )
+    scale_result(monkeypatch, functional, "layer_norm", 1.1)
     assert not compare(Rotation(), torch.randn(4, 16, dtype=torch.bfloat16)).ok
 
 
@@ -233,27 +223,24 @@ def test_relus_do_not_decide_the_verdict():
         assert report.ok, str(report)
 
 
-def test_relus_are_on_the_side_of_the_first_run():
+def test_relus_use_the_signs_of_the_first_run():
     recorder = Recorder(set(), True, torch.float32)
 
-    def run(x, model):
-        (x,) = (torch.tensor(x, requires_grad=True),)
-        kept = recorder.run(model, (x,), {})
-        return kept["output", "output"].tolist(), kept["input[0]", "input grad"].ne(0).tolist()
-
-    def model():
+    def run(*numbers):
         linear = torch.nn.Linear(1, 1, bias=False)
         linear.weight.data.fill_(1.0)
-        return torch.nn.Sequential(linear, torch.nn.ReLU())
+        x = torch.tensor(numbers)[:, None].requires_grad_()
+        found = recorder.run(torch.nn.Sequential(linear, torch.nn.ReLU()), (x,), {})
+        return found["output", "output"].flatten().tolist(), x.grad.ne(0).flatten().tolist()
 
-    assert run([[2.0], [-2.0]], model()) == ([[2.0], [0.0]], [[True], [False]])
-    assert run([[-1.0], [1.0]], model()) == ([[-1.0], [0.0]], [[True], [False]])
+    assert run(2.0, -2.0) == ([2.0, 0.0], [True, False])
+    assert run(-1.0, 1.0) == ([-1.0, 0.0], [True, False])
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8)
     Recorder(set(), True, torch.float32).run(layer, (torch.randn(3, 2, 8),), {})
     assert layer.activation is not torch.nn.functional.relu
 
 
-def test_rows_that_see_no_key_are_noted():
+def test_rows_without_visible_keys_are_noted():
     attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [True] * 5])
@@ -309,30 +296,15 @@ def test_nothing_compared_is_not_ok():
     assert not compare(Normed(lambda norm, x: norm(x).argmax(-1)), torch.randn(3, 16)).ok
 
 
-def test_an_output_above_the_limit_is_explained(monkeypatch):
-    model, x = torch.nn.Sequential(torch.nn.LayerNorm(64)), torch.randn(50, 64)
-    assert not any("accumulate" in note for note in compare(model, x).notes)
-    norm = functional.layer_norm
-    monkeypatch.setattr(functional, "layer_norm", lambda *a, **k: norm(*a, **k) * 1.001)
-    report = compare(model, x)
-    assert not report.ok
-    assert any("accumulate" in note for note in report.notes)
+NOISE = {
+    "randn_like": torch.randn_like,
+    "dropout": torch.nn.functional.dropout,
+    "small, equal in all dtypes": lambda x: 1e-4 * torch.rand(x.shape).to(x.dtype),
+    "Python's random": lambda x: random.random(),
+}
 
 
-def of_python(x):
-    return random.random()
-
-
-def small(x):
-    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # the same noise in all dtypes
-
-
-def with_its_own_seed(x):
-    """Return noise that is equal in each run with one dtype, but differs between dtypes."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
-
-
-@pytest.mark.parametrize("noise", [torch.randn_like, torch.nn.functional.dropout, small, of_python])
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_model_that_does_not_repeat_is_refused(noise, backward):
     with pytest.raises(ValueError, match=r"same outputs in every run, got .* in output .* random"):
@@ -348,24 +320,27 @@ def test_the_first_layer_that_does_not_repeat_is_named():
 
 
 def test_a_model_that_differs_in_float64_is_refused():
+    """A model is refused if its noise repeats in each dtype, but differs between dtypes."""
+
+    def noise(x):
+        return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
     with pytest.raises(ValueError, match=r"about the same outputs in float64 and float32"):
-        compare(noisy(with_its_own_seed), torch.randn(9, 16))
+        compare(noisy(noise), torch.randn(9, 16))
 
 
-def test_noise_of_sixteen_bits_is_refused():
-    """A bfloat16 model with random outputs is refused, even if the noise is at most 0.1."""
+def test_a_random_bfloat16_model_is_refused():
     model = noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
     with pytest.raises(ValueError, match="same outputs in every run"):
         compare(model, torch.randn(9, 16).bfloat16())
 
 
-def test_nothing_finite_is_refused():
+def test_outputs_without_finite_values_are_refused():
     with pytest.raises(ValueError, match="finite values"):
         compare(noisy(lambda x: x * float("nan")), torch.randn(9, 16))
 
 
-def test_an_output_that_is_0_but_for_rounding():
-    """A model with an output that is 0 up to rounding is not refused as random."""
+def test_an_output_that_is_only_rounding_error_is_not_random():
 
     def means(norm, x):
         out = norm(x)
@@ -374,7 +349,7 @@ def test_an_output_that_is_0_but_for_rounding():
     assert "out" in str(compare(Normed(means), torch.randn(9, 16)))
 
 
-def test_a_state_of_its_own_is_no_randomness():
+def test_a_stateful_model_is_not_random():
     """A model that changes its state is accepted, because each run uses a fresh copy."""
 
     class Counts(torch.nn.Module):
@@ -389,7 +364,7 @@ def test_a_state_of_its_own_is_no_randomness():
     assert compare(Counts(), torch.randn(9, 16)).ok
 
 
-def test_a_tuple_is_an_argument():
+def test_arguments_may_be_tuples():
     x = torch.randn(2, 5, 16)
     assert compare(Normed(lambda norm, pair: norm(pair[0]) + pair[1]), (x, x)).ok
 
@@ -400,14 +375,11 @@ def test_progress(monkeypatch):
 
     @contextlib.contextmanager
     def progress(description, total):
-        steps.append([description, total, 0])
-
-        def advance():
-            steps[-1][2] += 1
-
-        yield advance
+        calls = []
+        yield lambda: calls.append(1)
+        steps.append((description, total, len(calls)))
 
     monkeypatch.setattr("fused_attn.tools.compare.progress", progress)
     for backward in (True, False):
         compare(torch.nn.Sequential(torch.nn.LayerNorm(4)), torch.randn(2, 4), backward=backward)
-    assert steps == [["comparing", 7, 7], ["comparing", 4, 4]]
+    assert steps == [("comparing", 7, 7), ("comparing", 4, 4)]

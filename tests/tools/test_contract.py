@@ -1,7 +1,5 @@
 """The error limit of the numerics contract, applied to single tensors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,7 +16,7 @@ def judge(got, truth=TRUTH, eager=EAGER):
 
 
 @pytest.mark.parametrize("off", [2.1e-3, -2.1e-3, math.nan, math.inf])
-def test_the_worst_place_is_named(off):
+def test_the_position_of_the_largest_error_is_reported(off):
     got = TRUTH.float()
     got[1, 0] += off
     finding = judge(got)
@@ -43,7 +41,7 @@ def test_shapes_must_agree():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_eager_that_overflows_allows_nothing(bad):
+def test_errors_are_not_allowed_where_eager_overflows(bad):
     assert not judge(EAGER, eager=torch.full_like(EAGER, bad)).ok
 
 

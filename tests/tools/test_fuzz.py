@@ -1,7 +1,5 @@
 """scripts/fuzz.py: its corpus, random cases, and planted mistakes that it finds and shrinks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -29,7 +27,7 @@ def sample(backend, count, isa=None):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CORPUS, ids=range(len(CORPUS)))
 def test_corpus(case, backend):
-    """Cases that once failed are within the contract."""
+    """Cases that failed in the past are within the contract."""
     if not fuzz.supports(case, backend):
         pytest.skip(f"reason: {backend} does not compute {case['op']} in {case['dtype']}")
     fuzz.check(case, backend)

@@ -1,6 +1,4 @@
-"""Tables of a GPU session list failures as rows, and apply the rule for default backends."""
-
-from __future__ import annotations
+"""Tables of a GPU session list failures, and say which backends may become defaults."""
 
 import sys
 from pathlib import Path
@@ -43,14 +41,14 @@ def session():
     }
 
 
-def test_failures_are_rows(session):
+def test_failures_are_listed(session):
     text = gpu_tables.performance(session)
     assert "Failures: 1." in text and "| cuda | test_checks.py::test_check[cuda-bf16-b]" in text
     assert "a \\| b" in text and "400 TFLOP/s" in text and "50%" in text
     assert "H100, torch 2.11" in text and "790 TFLOP/s" in text
 
 
-def test_rule_for_defaults(session):
+def test_eligibility_as_a_default(session):
     """A backend is eligible as a default if no check fails and no case is slower than sdpa."""
     rows = {row[0]: row for row in gpu_tables.eligibility(session)}
     assert rows["triton"] == ["triton", "forward", "causal", "1", "2.00x", "yes"]

@@ -1,6 +1,4 @@
-"""After a crash or a broken GPU context, `fused-attn verify` loses only one step."""
-
-from __future__ import annotations
+"""A crash or a broken GPU context costs `fused-attn verify` only one step."""
 
 import json
 import math
@@ -17,6 +15,7 @@ from fused_attn.tools import isolation, verify
 from fused_attn.tools.isolation import WorkerError
 
 __all__ = ["fast"]  # a fixture
+pytestmark = pytest.mark.usefixtures("fast")
 
 
 class Processes:
@@ -50,7 +49,6 @@ def on_pretended_gpu(monkeypatch, fails):
         return verify.verify(backend.name, small_plan()), processes
 
 
-@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("how", ["crash", "sticky"])
 def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
     """After a crash, the other checks run in a new process, and their verdicts are stored."""
@@ -66,8 +64,7 @@ def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
     assert json.loads(report.path.read_text())["classes"] == report.to_dict()["classes"]
 
 
-@pytest.mark.usefixtures("fast")
-def test_a_gpu_that_always_fails_is_given_up(verdict_folder, monkeypatch):
+def test_after_repeated_failures_the_gpu_is_not_used(verdict_folder, monkeypatch):
     report, processes = on_pretended_gpu(monkeypatch, lambda check: "sticky")
     assert processes.started == verify.MAX_LOST and report.usable == []
     assert "not run, because the GPU failed" in report.trials[-1].failure()

@@ -1,7 +1,5 @@
 """The reference for float64 results, compared with 50-digit mpmath results on a small problem."""
 
-from __future__ import annotations
-
 import mpmath
 import pytest
 import torch
@@ -14,6 +12,7 @@ from fused_attn import masks
 def by_mpmath(query, key, value, scale, weights, weights_lse):
     """Return out, lse and the gradient of query for one head with a causal mask."""
     seqlen, head_dim = query.shape
+    columns = range(head_dim)
     numbers = [[mpmath.mpf(x) for x in row] for t in (query, key, value) for row in t.tolist()]
     q, k, v = numbers[:seqlen], numbers[seqlen : 2 * seqlen], numbers[2 * seqlen :]
     out, lse, grad_query = [], [], []
@@ -22,7 +21,7 @@ def by_mpmath(query, key, value, scale, weights, weights_lse):
         terms = [mpmath.exp(s) for s in scores]
         total = mpmath.fsum(terms)
         p = [t / total for t in terms]
-        row = [mpmath.fsum(p[j] * v[j][c] for j in range(i + 1)) for c in range(head_dim)]
+        row = [mpmath.fsum(p[j] * v[j][c] for j in range(i + 1)) for c in columns]
         grad = [mpmath.mpf(x) for x in weights[i].tolist()]
         delta = mpmath.fdot(grad, row)
         ds = [
@@ -31,7 +30,6 @@ def by_mpmath(query, key, value, scale, weights, weights_lse):
         ]
         out.append(row)
         lse.append(mpmath.log(total))
-        columns = range(head_dim)
         grad_query.append(
             [scale * mpmath.fsum(ds[j] * k[j][c] for j in range(i + 1)) for c in columns]
         )
@@ -43,7 +41,7 @@ def flattened(rows):
         yield from row if isinstance(row, list) else [row]
 
 
-def test_is_mpmaths_result():
+def test_results_equal_those_of_mpmath():
     seqlen, head_dim = 4, 5
     tensors = random_qkv(1, 1, 1, seqlen, seqlen, head_dim)
     function = attention(masks.causal(), scale=0.5)("eager")
@@ -61,7 +59,7 @@ def test_is_mpmaths_result():
                 assert abs(got - number) <= 64 * mpmath.mpf(2) ** -PRECISION * 4, name
 
 
-def test_is_more_than_float64():
+def test_results_are_more_precise_than_float64():
     assert PRECISION >= 64
     function = attention()("eager")
     reference = Reference(
@@ -79,7 +77,7 @@ def test_an_operation_without_a_rule_is_an_error():
         torch.erfinv(torch.zeros(2, dtype=torch.float64))
 
 
-def test_views_and_places_share_their_numbers():
+def test_views_share_their_residuals():
     x = torch.ones(2, 3, dtype=torch.float64)
     with LongDouble() as mode:
         third = x / 3

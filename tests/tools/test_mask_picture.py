@@ -26,12 +26,11 @@ def test_tiles_are_those_of_the_kernels(mask):
     spec = spec_of_mask(mask, 2, 1, 200, 200, torch.device("cpu"))
     kinds, tile = tile_kinds(spec, 2, 1, 200, 200, torch.float32)
     for sequence in range(2):
-        ours = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds
-        kernels = kinds[sequence, 0]
+        shown, used = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds, kinds[sequence, 0]
         # Kernels may classify skipped and full tiles as partial, but not the reverse.
-        assert not (kernels == 0)[ours > 0].any()
-        assert not (kernels == 2)[ours < 2].any()
-        assert (kernels == ours).float().mean() > 0.6
+        assert not (used == 0)[shown > 0].any()
+        assert not (used == 2)[shown < 2].any()
+        assert (used == shown).float().mean() > 0.6
 
 
 def test_what_is_visible_and_added():
@@ -41,10 +40,7 @@ def test_what_is_visible_and_added():
     assert torch.equal(of_head.visible, torch.ones(4, 6).tril().bool())
     assert of_head.added is not None and of_head.added[3, 1] == -1.0
     assert of_head.kinds.tolist() == [[1, 0, 0], [2, 1, 0]]
-    assert dense_head_mask(masks.Mask(), 3, 5, 0, 0, (2, 2)).kinds.tolist() == [
-        [2, 2, 2],
-        [2, 2, 2],
-    ]
+    assert dense_head_mask(masks.Mask(), 3, 5, 0, 0, (2, 2)).kinds.tolist() == [[2] * 3] * 2
 
 
 def test_picture(tmp_path):
@@ -56,8 +52,8 @@ def test_picture(tmp_path):
     (image,) = axes.images
     assert image.get_array().shape == (96, 96, 3)
     axes.figure.savefig(tmp_path / "mask.png")
-    own = pyplot.subplots()[1]
-    assert masks.causal().plot(8, 12, axes=own) is own
+    given = pyplot.subplots()[1]
+    assert masks.causal().plot(8, 12, axes=given) is given
     with pytest.raises(ValueError, match="must"):
         masks.documents(torch.arange(7)).plot(8)
     pyplot.close("all")

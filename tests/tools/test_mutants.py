@@ -1,19 +1,17 @@
 """scripts/mutants.py: generated mutants, and the child processes that run tests on them."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import itertools
 import os
 import signal
-import subprocess
 import time
 
 import mutant_runs
 import mutant_sources
 import mutant_tests
 import pytest
+from commands import output_of
 
 from fused_attn import masks
 from fused_attn.masks import band
@@ -44,7 +42,7 @@ def test_a_seed_generates_the_same_mutants(source):
 
 
 @pytest.mark.parametrize("source", ["triton", "masks"])
-def test_mutants_of_python_are_other_programs(source):
+def test_python_mutants_are_different_programs(source):
     for mutant in mutant_sources.sample(source, seed=0, count=20):
         text = (mutant_sources.ROOT / mutant.path).read_text()
         lines = text.splitlines()
@@ -52,7 +50,7 @@ def test_mutants_of_python_are_other_programs(source):
         assert ast.dump(ast.parse("\n".join(lines))) != ast.dump(ast.parse(text))
 
 
-def test_mutants_of_cpp_change_results_only_while_they_are_on(tmp_path):
+def test_cpp_mutants_change_results_only_if_turned_on(tmp_path):
     mutants = dict(enumerate(mutant_sources.cpp_mutants("value.cpp", FUNCTION), 1))
     assert sorted({mutant.kind for mutant in mutants.values()}) == KINDS
     texts = [mutant_runs.HEADER, mutant_runs.DEFINITIONS, HELPERS, FUNCTION]
@@ -61,8 +59,8 @@ def test_mutants_of_cpp_change_results_only_while_they_are_on(tmp_path):
         texts.append(text.replace(" value(", f" value_{number}("))
     (tmp_path / "value.cpp").write_text("\n".join(texts))
     module = tmp_path / "value.so"
-    compiler = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-w", tmp_path / "value.cpp"]
-    subprocess.run([*compiler, "-o", module], check=True)
+    compiler = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-w"]
+    output_of(*compiler, tmp_path / "value.cpp", "-o", module)
     library = ctypes.CDLL(str(module))
     switch = mutant_tests.Compiled(str(module))
     strides = (ctypes.c_long * 4)(3, 5, 7, 11)
@@ -81,7 +79,7 @@ def test_mutants_of_cpp_change_results_only_while_they_are_on(tmp_path):
         switch.reached()  # clear the record
 
 
-def test_mutants_of_python_replace_the_code_of_functions():
+def test_python_mutants_replace_the_code_of_functions():
     path = "fused_attn/masks/band.py"
     text = (mutant_sources.ROOT / path).read_text()
     every = mutant_sources.python_mutants(path, text)

@@ -1,7 +1,5 @@
 """A correct kernel is within the contract, and a kernel with a planted mistake is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import compare_with_eager, random_qkv, short
@@ -57,25 +55,25 @@ def findings(problem, dtype, mistake=""):
     return compare_with_eager(function, tensors_of(problem), dtype, "cpp")[1]
 
 
-# The problems and dtypes that reveal these mistakes; in others, rounding hides them.
-SHOWS = {
+# Problems and dtypes in which rounding does not hide these mistakes.
+VISIBLE_IN = {
     "scale": [("plain", torch.float32)],
     "weights": [("plain", torch.float32)],
     "lse_residual": [("whole_numbers", torch.float32)],
     "delta": [("few_keys", torch.bfloat16), ("few_keys", torch.float16)],
 }
 EVERYWHERE = [("plain", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-CASES = [(m, *where) for m in MISTAKES for where in SHOWS.get(m, EVERYWHERE)]
+CASES = [(m, *where) for m in MISTAKES for where in VISIBLE_IN.get(m, EVERYWHERE)]
 
 
 @pytest.mark.sampled("covered by bfloat16", dtype=[torch.float16])
 @pytest.mark.parametrize(("mistake", "problem", "dtype"), CASES, ids=lambda v: str(v)[-8:])
-def test_a_mistake_is_outside(mistake, problem, dtype):
+def test_a_mistake_violates_the_contract(mistake, problem, dtype):
     assert not all(f.ok for f in findings(problem, dtype, mistake)), MISTAKES[mistake]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("problem", ["plain", "few_keys", "whole_numbers"])
-def test_a_right_kernel_is_within(problem, dtype):
+def test_a_correct_kernel_satisfies_the_contract(problem, dtype):
     for finding in findings(problem, dtype):
         assert finding.ok, str(finding)

@@ -1,7 +1,5 @@
 """Random rounding, which estimates the expected error of eager attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import attention, random_qkv, run_with_gradients
@@ -20,7 +18,7 @@ def samples(function, *tensors, runs=400):
     return torch.stack(results)
 
 
-def test_a_product_is_off_by_the_formula():
+def test_error_of_a_product_follows_the_formula():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 64, generator=generator), torch.randn(64, 2, generator=generator)
     exact = a.double() @ b.double()
@@ -30,7 +28,7 @@ def test_a_product_is_off_by_the_formula():
     assert (error / (WIDTH * ROUNDOFF * size)).sub(1.0).abs().le(0.15).all()
 
 
-def test_other_arithmetic_is_off_by_a_rounding():
+def test_error_of_other_arithmetic_is_one_rounding():
     x = torch.linspace(0.1, 3.0, 100)
     error = (samples(torch.exp, x) - x.double().exp()).abs().amax(0)
     assert error.le(6 * ROUNDOFF * x.double().exp()).all() and error.gt(0).all()
@@ -46,8 +44,8 @@ def test_exact_results_are_not_rounded(dtype):
         assert torch.equal(result.nan_to_num(7.0), function(x).nan_to_num(7.0))
 
 
-def test_sixteen_bits_are_rounded_once():
-    """A bfloat16 product is rounded once: its errors are at most 0.51 ulp."""
+def test_bfloat16_products_are_rounded_once():
+    """The error of a bfloat16 product is at most 0.51 ulp."""
     a = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = a.double() @ a.double().mT
     results = samples(lambda x: x @ x.mT, a)
@@ -55,7 +53,7 @@ def test_sixteen_bits_are_rounded_once():
     assert (results - exact).abs().le(0.51 * ulp + 1e-5).all()
 
 
-def test_compositions_are_rounded_in_each_step():
+def test_composite_operations_are_rounded():
     x = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
     for function in (torch.softmax, torch.log_softmax):
         results = samples(lambda x, f=function: f(x, -1), x, runs=3)
@@ -65,7 +63,7 @@ def test_compositions_are_rounded_in_each_step():
     torch.testing.assert_close(results[0].float(), torch.layer_norm(x, (200,)))
 
 
-def test_decisions_are_those_of_an_undisturbed_run():
+def test_recorded_decisions_do_not_change():
     """With recorded decisions, rounding noise changes no index, comparison or ReLU."""
     x = torch.linspace(-1.0, 1.0, 4001)
 
@@ -88,7 +86,7 @@ def test_decisions_are_those_of_an_undisturbed_run():
     assert not torch.equal(first[0], third[0])
 
 
-def test_constants_stay_equal():
+def test_constants_are_not_rounded():
     with RandomRounding(0):
         filled = torch.full((100,), -1e30)
         assert filled.eq(filled[0]).all() and torch.arange(5.0).tolist() == [0, 1, 2, 3, 4]
@@ -115,7 +113,7 @@ def test_views_random_numbers_and_in_place_results_are_not_rounded():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_eager_attention_is_as_expected(dtype):
+def test_expected_error_of_eager_attention(dtype):
     """The expected error is between one and ten times the error of eager attention.
 
     In float64, the truth has the same error as eager, so only an upper limit is checked.
@@ -140,7 +138,7 @@ def test_eager_attention_is_as_expected(dtype):
     assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one run records decisions
 
 
-def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():
+def test_runs_stop_at_a_large_enough_error_or_far_below_it():
     truth = {"x": torch.zeros(1, dtype=torch.float64)}
 
     def expected():
@@ -153,7 +151,7 @@ def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():
         assert error.error("x", 0.9) == 1.0 and error.runs == runs
 
 
-def test_an_error_is_expected_only_where_it_matters():
+def test_the_expected_error_is_computed_only_if_needed():
     def expected(needed):
         raise AssertionError("must not be called for an error within the limit")
 

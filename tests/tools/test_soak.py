@@ -1,10 +1,8 @@
 """scripts/soak.py: a short run without failures, and runs with planted mistakes."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 
+import commands
 import pytest
 import soak
 import soak_calls
@@ -55,6 +53,5 @@ def test_mistakes_are_reported(message, monkeypatch):
 
 @pytest.mark.thorough
 def test_deadlocks_are_reported():
-    command = [sys.executable, "-c", HANGS]
-    told = subprocess.run(command, capture_output=True, text=True, cwd=soak.__file__[:-8])
-    assert told.returncode == 1 and 'soak_calls.py", line' in told.stderr
+    done = commands.run(sys.executable, "-c", HANGS, cwd=commands.ROOT / "scripts")
+    assert done.returncode == 1 and 'soak_calls.py", line' in done.stderr

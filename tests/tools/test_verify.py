@@ -1,7 +1,5 @@
 """fused-attn verify accepts kernels that are correct and faster, and reports incorrect ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -19,24 +17,22 @@ from fused_attn.backends.registry import BACKENDS as REGISTERED
 from fused_attn.tools import cli, plan, timing, verify
 from fused_attn.tools.cases import MASKS
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, PartialCheck
-from fused_attn.tools.plan import Plan
 
 # Emulated backends that become the default only after verification.
 EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
 __all__ = ["fast"]  # a fixture
+pytestmark = pytest.mark.usefixtures("fast")
 ONE_BACKEND = pytest.mark.not_emulated("the verdict logic does not depend on the backend")
 
 
 @pytest.fixture(params=["stand_in", *EMULATED])
 def backend(request, verdict_folder):
     """Register a backend, first in order, that is selected only if a stored verdict allows it."""
-    own = [] if request.param == "stand_in" else [request.param]
-    with in_place_of_cpp(*own) as stand_in:
-        if own:
+    emulated = request.param != "stand_in"
+    with in_place_of_cpp(*[request.param] * emulated):
+        if emulated:
             REGISTERED.pop("stand_in")
-        else:
-            own = [stand_in.name]
-        yield get_backend(own[0])
+        yield get_backend(request.param)
 
 
 def corrupt(monkeypatch, backend, when, how):
@@ -63,11 +59,7 @@ def run_snippet(text, capsys):
     return capsys.readouterr().out
 
 
-# ---- verdicts -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fast")
-def test_stored_chosen_and_forgotten(backend, verdict_folder):
+def test_verdicts_select_a_backend_until_forgotten(backend, verdict_folder):
     made, steps = small_plan(), []
     problem = problem_of_probe(made.classes[class_named("causal", "training")][0])
     assert select(problem) is not backend
@@ -104,7 +96,6 @@ def problem_of_probe(probe):
     return seen[0]
 
 
-@pytest.mark.usefixtures("fast")
 @pytest.mark.thinned("covered by causal masks", kind=["none"])
 @pytest.mark.parametrize("kind", ["causal", "none"])
 def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
@@ -126,27 +117,9 @@ def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
-def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
-    run = type(backend).attention_bwd
-
-    def attention_bwd(*args):
-        grads = run(*args)
-        grads.query.mul_(1.01)
-        return grads
-
-    monkeypatch.setattr(type(backend), "attention_bwd", attention_bwd)
-    report = verify.verify(backend.name, small_plan())
-    assert report.classes[class_named("none", "forward")].usable
-    assert not report.classes[class_named("none", "training")].usable
-    assert "grad query" in report.wrong[0].failure()
-
-
-@ONE_BACKEND
-@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("of", ["out", "key"])
 def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
-    """A wrong partial result makes kernels unusable for all calls with its mask."""
+    """A wrong partial output rules out calls with its mask; a wrong gradient, only training."""
     forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
 
     def off(results, call):
@@ -169,33 +142,32 @@ def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
-def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
-    """Errors at the sizes of a problem class make the class unusable, even if small checks pass."""
-    long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
-    corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
+def test_errors_only_at_the_sizes_of_a_class(backend, monkeypatch):
+    """A class whose probes fail is unusable, even if all smaller checks pass."""
+    corrupt(
+        monkeypatch, backend,
+        lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal",
+        lambda outputs: outputs.out.fill_(float("nan")),
+    )  # fmt: skip
     report = verify.verify(backend.name, small_plan())
-    found = {name: verdict.usable for name, verdict in report.classes.items()}
-    assert not any(usable for name, usable in found.items() if name.feature == "causal")
-    assert all(usable for name, usable in found.items() if name.feature != "causal")
+    for name, verdict in report.classes.items():
+        assert verdict.usable == (name.feature != "causal"), name
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
 def test_a_different_dropout_mask_is_wrong(backend, monkeypatch):
-    def one_more(outputs):
-        outputs.out[0, 0, 0].fill_(1.0)
-
-    corrupt(monkeypatch, backend, lambda call: call.options.dropout_p > 0.0, one_more)
+    corrupt(
+        monkeypatch, backend, lambda call: call.options.dropout_p > 0.0,
+        lambda outputs: outputs.out[0, 0, 0].fill_(1.0),
+    )  # fmt: skip
     made = small_plan(["dropout"])
-    made = Plan([check for check in made.checks if check.how == "bits"], made.classes, 1)
-    report = verify.verify(backend.name, made)
+    checks = [check for check in made.checks if check.how == "bits"]
+    report = verify.verify(backend.name, replace(made, checks=checks))
     assert "number of different elements, of 6216" in report.wrong[0].failure()
     assert not report.classes[class_named("dropout", "forward")].usable
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
 def test_results_that_do_not_repeat_are_wrong(backend, monkeypatch):
     noise = iter(range(10000))
     corrupt(
@@ -207,7 +179,6 @@ def test_results_that_do_not_repeat_are_wrong(backend, monkeypatch):
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
 def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
     def fail(outputs):
         raise RuntimeError("misaligned address")
@@ -220,9 +191,8 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
     assert not report.classes[class_named("causal", "forward")].usable
 
 
-@pytest.mark.usefixtures("fast")
-def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
-    """After an interrupt, the JSON report has the finished checks, and verdicts are stored."""
+def test_an_interrupt_loses_no_finished_check(command, tmp_path, monkeypatch):
+    """After an interrupt, the JSON report lists the finished checks, and verdicts are stored."""
     stop = iter([None] * 9)
 
     def interrupted(check, *args):
@@ -239,8 +209,7 @@ def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
     assert json.loads(Path(own["path"]).read_text())["classes"] == own["classes"]
 
 
-@pytest.mark.usefixtures("fast")
-def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
+def test_an_unwritable_verdict_loses_no_report(command, tmp_path, monkeypatch):
     """The report is written even if a verdict cannot be stored."""
 
     def store(*args):
@@ -254,13 +223,12 @@ def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
 
 
 @ONE_BACKEND
-@pytest.mark.usefixtures("fast")
 def test_unsupported_calls_are_not_wrong(backend, monkeypatch):
-    take = type(backend).unsupported
+    right = type(backend).unsupported
 
     def unsupported(self, problem):
         causal = getattr(problem, "mask", "") == "causal"
-        return ["has no causal"] if causal else take(self, problem)
+        return ["has no causal"] if causal else right(self, problem)
 
     monkeypatch.setattr(type(backend), "unsupported", unsupported)
     report = verify.verify(backend.name, small_plan())
@@ -272,17 +240,17 @@ def test_unsupported_calls_are_not_wrong(backend, monkeypatch):
 @ONE_BACKEND
 @pytest.mark.parametrize("speedup", [1.0, 0.8])
 def test_kernels_that_are_not_faster_are_not_chosen(backend, speedup, monkeypatch):
-    own = lambda name: name == backend.name  # noqa: E731
     monkeypatch.setattr(
-        timing, "medians", lambda ways, *rest: {n: 1.0 if own(n) else speedup for n in ways}
-    )
+        timing, "medians",
+        lambda ways, *rest: {name: 1.0 if name == backend.name else speedup for name in ways},
+    )  # fmt: skip
     report = verify.verify(backend.name, small_plan())
     assert not report.wrong and report.usable == []
     found = report.classes[class_named("causal", "forward")]
     assert found.speedup == speedup and f"{speedup:.2f} times as fast as" in found.found
 
 
-def test_the_worst_probe_counts(verdict_folder, monkeypatch):
+def test_the_slowest_probe_decides(verdict_folder, monkeypatch):
     times = iter([2.0, 0.5] * 1000)
     monkeypatch.setattr(
         timing, "medians",
@@ -293,7 +261,7 @@ def test_the_worst_probe_counts(verdict_folder, monkeypatch):
     assert {verdict.speedup for verdict in report.classes.values()} == {0.5}
 
 
-def test_memory_that_is_not_enough(verdict_folder, monkeypatch):
+def test_classes_that_do_not_fit_in_memory_are_not_used(verdict_folder, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -318,33 +286,30 @@ def test_the_peer_is_torch(verdict_folder, monkeypatch):
     assert peers == set(torch_backends)
 
 
-# ---- the plans ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("quick", [True, False])
-def test_every_mask_is_checked(quick):
-    whole = plan.plan(quick, graphs=True)
-    checks = whole.checks
-    timed = [name for name in whole.classes if name.op == "attention"]
-    kinds = {check.classes()[0].feature for check in checks if isinstance(check, AttentionCheck)}
-    attention = [check for check in checks if isinstance(check, AttentionCheck)]
+def test_plans_check_every_mask_and_feature_in_every_dtype(quick):
+    made = plan.plan(quick, graphs=True)
+    kinds = {c.classes()[0].feature for c in made.checks if isinstance(c, AttentionCheck)}
+
+    def of(kind, dtype):
+        return [c for c in made.checks if isinstance(c, kind) and c.dtype == dtype]
+
+    def features(checks):
+        return {name.feature for check in checks for name in check.classes()}
+
     for dtype in plan.QUICK_DTYPES if quick else ("float32", "float16", "bfloat16"):
-        own = [check for check in attention if check.dtype == dtype]
-        masks = {part.partition(":")[0] for check in own for part in check.mask.split("+")}
+        attention = of(AttentionCheck, dtype)
+        masks = {part.partition(":")[0] for check in attention for part in check.mask.split("+")}
         assert masks == {"none", *MASKS}
-        assert {check.how for check in own} == {"contract", "bits", "twice", "graph"}
-        features = {name.feature for check in own for name in check.classes()}
-        assert features == {name.feature for name in timed}
-        partial = [check for check in own if isinstance(check, PartialCheck)]
-        assert {name.feature for check in partial for name in check.classes()} == kinds
-        norms = [c for c in checks if isinstance(c, NormCheck) and c.dtype == dtype]
-        features = {name.feature for check in norms for name in check.classes()}
-        assert features == {"plain", "residual", "dropout"}
-        assert any(isinstance(c, DecodeCheck) and c.dtype == dtype for c in checks)
+        assert {check.how for check in attention} == {"contract", "bits", "twice", "graph"}
+        assert features(attention) == {n.feature for n in made.classes if n.op == "attention"}
+        assert features(of(PartialCheck, dtype)) == kinds
+        assert features(of(NormCheck, dtype)) == {"plain", "residual", "dropout"}
+        assert of(DecodeCheck, dtype)
     assert not [c for c in plan.plan(quick, graphs=False).checks if c.how == "graph"]
 
 
-def test_probes_are_of_their_class():
+def test_probes_belong_to_their_class():
     """Dispatch assigns each probe to the problem class that the probe was created for."""
     sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
     probes = plan.attention_probes(["bfloat16"], [32], **sizes)
@@ -357,7 +322,7 @@ def test_probes_are_of_their_class():
             assert [n.feature for n in probe.reduced().classes()] == [n.feature for n in names]
 
 
-def test_a_full_plan_is_of_all_classes():
+def test_a_full_plan_covers_all_classes():
     names = plan.plan(quick=False, graphs=False).classes
     assert {name.dtype for name in names} == {"float32", "float16", "bfloat16"}
     sizes = {name.sizes for name in names if name.op == "attention"}
@@ -388,15 +353,15 @@ def test_a_full_plan_is_of_all_classes():
     ids=repr,
 )
 def test_checks(check, backend, capsys):
-    """Each check passes when it is run with the code that a report prints for it."""
+    """A correct backend passes each check, run with the code that a report prints."""
     code = f"from fused_attn.tools.checks import *; {check!r}.show({backend.name!r}, 'cpu')"
     out = run_snippet(code, capsys)
     assert out and all(line.startswith("ok") for line in out.splitlines())
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_graph_that_reads_old_values_is_wrong(stale, verdict_folder, monkeypatch):
-    """A CUDA graph that returns stale results on replay is reported as wrong."""
+def test_a_graph_with_stale_results_is_wrong(stale, verdict_folder, monkeypatch):
+    """A CUDA graph whose replay does not update its results is reported as wrong."""
 
     class Graph:
         def __init__(self, step):
@@ -427,24 +392,19 @@ def test_graphs_on_a_gpu(name):
             assert all(finding.ok for finding in check.run(name))
 
 
-# ---- the command --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def command(verdict_folder, monkeypatch, capsys):
     """Return a function that verifies a small plan, and returns exit status, stdout and stderr."""
     monkeypatch.setattr(plan, "plan", lambda quick, graphs: small_plan())
 
     def run(*argv):
-        status = cli.main(["verify", *argv])
-        return status, *capsys.readouterr()
+        return cli.main(["verify", *argv]), *capsys.readouterr()
 
     with in_place_of_cpp() as backend:
         run.backend = backend
         yield run
 
 
-@pytest.mark.usefixtures("fast")
 def test_command(command, verdict_folder):
     status, out, _ = command("--backend", "stand_in")
     assert status == 0
@@ -457,7 +417,6 @@ def test_command(command, verdict_folder):
     assert command("--forget")[:2] == (0, "nothing was stored\n")
 
 
-@pytest.mark.usefixtures("fast")
 def test_command_with_a_wrong_kernel(command):
     def wrong(call, outputs):
         if call.mask.kind == "causal":
@@ -474,8 +433,7 @@ def test_command_with_a_wrong_kernel(command):
     assert own["classes"][str(class_named("causal", "forward"))]["usable"] is False
 
 
-@pytest.mark.usefixtures("fast")
-def test_command_says_that_the_environment_decides(command, monkeypatch):
+def test_command_warns_that_the_environment_overrides(command, monkeypatch):
     monkeypatch.setenv("FUSED_ATTN_BACKEND", "eager")
     assert "FUSED_ATTN_BACKEND=eager overrides" in command("--backend", "stand_in")[1]
 
@@ -487,7 +445,7 @@ def test_command_without_a_gpu(capsys):
     assert out == "" and err.startswith("fused-attn verify: error: ") and err.count("\n") == 1
 
 
-def test_nothing_is_verified_unasked(verdict_folder):
+def test_calls_store_no_verdict(verdict_folder):
     with in_place_of_cpp():
         x = torch.randn(1, 2, 40, 32)
         F.scaled_dot_product_attention(x, x, x)

@@ -1,19 +1,17 @@
 """examples/curves.py on a tiny model: loss curves of two backends, compared with float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from example_runs import EXAMPLES
+from example_runs import EXAMPLES  # noqa: F401  # adds examples/ to sys.path
 
 import fused_attn
 from fused_attn.backends import wanted_backend
 
-assert EXAMPLES.is_dir()  # the import adds examples/ to sys.path
-import common  # noqa: E402
-import curves  # noqa: E402
+# isort: split
+import common
+import curves
 
 STEPS = 30
 
@@ -57,7 +55,7 @@ def test_a_correct_backend_holds(tmp_path):
 
 
 @pytest.mark.parametrize("fault", [1e-2, 1e-3, 1e-4])
-def test_a_wrong_backend_does_not(tmp_path, fault):
+def test_a_wrong_backend_does_not_hold(tmp_path, fault):
     run = example(tmp_path)
     curves.compare(run, lambda prepare: training(prepare, fault))
     assert [shown["holds"] for shown in run.shown] == [False]
@@ -69,7 +67,7 @@ def test_a_run_on_eager_is_not_compared(tmp_path):
     assert curves.compare(run, training) == {} and not run.shown and not run.figures
 
 
-def test_a_twin_is_one_rounding_off():
+def test_twins_differ_by_one_rounding():
     model = torch.nn.Linear(20, 20)
     weight, before = model.weight.detach().clone(), torch.get_rng_state()
     one, other = (curves.twin(seed)(torch.nn.Linear(20, 20)) for seed in (1, 2))
@@ -78,6 +76,6 @@ def test_a_twin_is_one_rounding_off():
 
     moved = curves.twin(1)(model).weight
     assert torch.get_rng_state().equal(before)
-    neighbors = [weight.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf)]
-    assert ((moved == neighbors[0]) | (moved == neighbors[1])).all()
-    assert not moved.equal(neighbors[0]) and not moved.equal(neighbors[1])
+    above, below = (weight.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    assert ((moved == above) | (moved == below)).all()
+    assert not moved.equal(above) and not moved.equal(below)

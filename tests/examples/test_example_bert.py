@@ -1,7 +1,5 @@
 """examples/bert.py, its data and its model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -28,42 +26,39 @@ def test_smoke(tmp_path):
     assert 0 <= figures["nsp_accuracy"] <= 1
     for head in bert_tasks.HEADS:
         for task in (head, f"{head}_random"):
-            assert len(figures[task]["accuracies"]) == 2 and 0 <= figures[task]["accuracy"] <= 1
-            assert 0 <= figures[task]["macro_f1"] <= 1
-            frequent = figures[task]["majority"]
-            assert 0.5 < frequent < 1 if head == "marks" else frequent == 0.5
+            found, is_marks = figures[task], head == "marks"
+            assert len(found["accuracies"]) == 2
+            assert 0 <= found["accuracy"] <= 1 and 0 <= found["macro_f1"] <= 1
+            assert 0.5 < found["majority"] < 1 if is_marks else found["majority"] == 0.5
         assert {"gain", "gain_standard_error"} <= figures[head].keys()
     assert "Held-out plays" in printed
 
 
-def test_validation_holds_out_others():
+def test_works_for_validation_are_not_the_held_out_ones():
     texts, held_out = bert_data.works()
     fewer, validation = bert_data.works(validation=True)
     assert len(texts) == 38 and len(fewer) == 35 and len(held_out) == len(validation) == 3
     assert set(validation) < set(texts) and not set(held_out) & {*fewer, *validation}
 
 
-def scores_of(accuracy, texts, seeds, words=1):
-    """Draw scores for texts with 1 to `words` labels, each correct with probability `accuracy`."""
-    labels = torch.arange(texts) % words + 1.0
-    rights = [torch.binomial(labels, torch.full((texts,), accuracy)) for _ in range(seeds)]
-    return [bert_tasks.Score(right, labels, 0.0) for right in rights]
-
-
 @pytest.mark.parametrize("words", [1, 20])
 def test_gain_and_its_standard_error(words):
     torch.manual_seed(0)
-    found = [
-        bert_tasks.gain(scores_of(0.8, 400, 3, words), scores_of(0.7, 400, 3, words))
-        for _ in range(300)
-    ]
+
+    def scores(accuracy):
+        """Draw scores of 3 seeds for 400 texts with 1 to `words` labels."""
+        labels = torch.arange(400) % words + 1.0
+        rights = [torch.binomial(labels, torch.full((400,), accuracy)) for _ in range(3)]
+        return [bert_tasks.Score(right, labels, 0.0) for right in rights]
+
+    found = [bert_tasks.gain(scores(0.8), scores(0.7)) for _ in range(300)]
     gains, errors = torch.tensor(found).T
     assert gains.mean().item() == pytest.approx(0.1, abs=0.005)
-    # The estimate adds the variance over seeds and the variance over texts. Here both have the same
-    # source, so the estimate is never too small.
+    # The estimate adds the variances over seeds and over texts. Both have the same source here, so
+    # the estimate is never too small.
     assert 1.0 < errors.square().mean().sqrt() / gains.std() < 1.7
-    alike = scores_of(0.8, 400, 3, words)
-    assert bert_tasks.gain(alike, alike) == (0.0, 0.0)
+    equal = scores(0.8)
+    assert bert_tasks.gain(equal, equal) == (0.0, 0.0)
 
 
 def test_masking_proportions():
@@ -72,11 +67,10 @@ def test_masking_proportions():
     masked, chosen = bert_data.mask_tokens(ids, VOCAB)
     assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
     assert torch.equal(masked[~chosen], ids[~chosen])
-    became = (masked == MASK)[chosen].float().mean().item()
-    stayed = (masked == ids)[chosen].float().mean().item()
-    assert became == pytest.approx(0.8, abs=0.015)
-    assert stayed == pytest.approx(0.1, abs=0.015)
-    assert 1 - became - stayed == pytest.approx(0.1, abs=0.015)
+    replaced = (masked == MASK)[chosen].float().mean().item()
+    unchanged = (masked == ids)[chosen].float().mean().item()
+    assert (replaced, unchanged) == pytest.approx((0.8, 0.1), abs=0.015)
+    assert 1 - replaced - unchanged == pytest.approx(0.1, abs=0.015)
     drawn = masked[(masked != MASK) & (masked != ids)]
     assert drawn.min() >= len(SPECIAL) and len(drawn.unique()) > VOCAB / 3
 
@@ -104,7 +98,7 @@ class Numbers:
         return [SimpleNamespace(ids=[int(number) for number in line.split()]) for line in lines]
 
 
-def test_next_passages_are_labeled():
+def test_pairs_of_passages_and_their_labels():
     # Line i of work w consists of 300 w + 3 i + 5 and the next two numbers.
     texts = [
         "\n".join(" ".join(str(300 * w + 3 * i + 5 + j) for j in range(3)) for i in range(90))
@@ -122,11 +116,11 @@ def test_next_passages_are_labeled():
         follows = second[0] == first[-1] + 1
         same_work = (first[0] - 5) // 300 == (second[0] - 5) // 300
         assert follows == same_work == bool(is_next)
-        # The passages meet at the boundary between two lines.
+        # The first passage ends with a line, and the second begins with one.
         assert (first[-1] - 5) % 3 == 2 and (second[0] - 5) % 3 == 0
 
 
-def test_targets_are_what_stood_there():
+def test_targets_are_the_masked_tokens():
     texts = ["\n".join(str(5 + i % 900) for i in range(200)) for _ in range(2)]
     pairs = bert_data.Pairs(texts, Numbers(), max_seqlen=20)
     torch.manual_seed(0)
@@ -157,9 +151,8 @@ def test_decoder_is_tied():
 @pytest.mark.parametrize("kind", ["cls", "mean", "token"])
 def test_padding_does_not_change_logits(kind):
     bert = new_bert().eval()
-    model = (
-        TokenClassifier(bert, 3) if kind == "token" else SentenceClassifier(bert, 3, kind)
-    ).eval()
+    model = TokenClassifier(bert, 3) if kind == "token" else SentenceClassifier(bert, 3, kind)
+    model.eval()
     texts = [list(range(10, 22)), [40, 41, 42]]
     together = model(*bert_data.make_batch(texts))
     for row, text in zip(together, texts, strict=True):
@@ -168,7 +161,7 @@ def test_padding_does_not_change_logits(kind):
         torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-6)
 
 
-def test_layers_differ_at_first():
+def test_layers_are_initialized_differently():
     layers = new_bert().encoder.layers
     assert not torch.equal(layers[0].linear1.weight, layers[1].linear1.weight)
     assert not torch.equal(layers[0].self_attn.in_proj_weight, layers[1].self_attn.in_proj_weight)
@@ -193,7 +186,7 @@ def test_minilm_equals_transformers():
     assert (bert.pool_first(hidden) - expected.pooler_output).abs().max() < 1e-5
 
 
-def test_speeches_and_their_form():
+def test_speeches_in_prose_and_verse():
     text = """SCENE I.
 
 [Enter HAMLET.]
@@ -224,7 +217,7 @@ def test_marks():
     assert named == [",", "none", "none", "none", "?!", ";:", "none", ".", "none"]
 
 
-def test_marks_stand_at_the_last_token_of_a_word():
+def test_the_last_token_of_a_word_has_its_mark():
     tokenizer = bert_data.train_tokenizer(["to be or not to be " * 3], 40)
     (row,), (labels,) = bert_labels.mark_examples([["To be, or not.", "X"]], tokenizer, 64)
     assert len(labels) == len(row) + 2

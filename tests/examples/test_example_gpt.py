@@ -60,7 +60,7 @@ def test_rotation_depends_on_relative_positions_only():
     assert not torch.allclose(score(7, 3), score(7, 4), atol=1e-2)
 
 
-def test_later_tokens_change_nothing_before(model):
+def test_logits_do_not_depend_on_later_tokens(model):
     tokens = draw(2, 100)
     changed = tokens.clone()
     changed[:, 60] = (tokens[:, 60] + 1) % VOCABULARY
@@ -69,7 +69,7 @@ def test_later_tokens_change_nothing_before(model):
     assert not torch.allclose(before[:, 60:], after[:, 60:], atol=1e-3)
 
 
-def test_windowed_layer_sees_its_window(model):
+def test_windowed_layer_attends_to_its_window(model):
     window = gpt_model.WINDOW
     x = torch.randn(1, 3 * window, gpt_model.D_MODEL)
     changed = x.clone()
@@ -85,7 +85,7 @@ def test_windowed_layer_sees_its_window(model):
 
 
 @pytest.mark.parametrize("parts", [[1] * 150, [100] + [1] * 50, [30, 1, 70, 20, 1, 28]])
-def test_logits_with_caches_are_those_without(model, parts):
+def test_logits_with_and_without_caches_are_equal(model, parts):
     tokens = draw(2, 150)
     caches = model.caches()
     with torch.no_grad():
@@ -97,16 +97,14 @@ def test_logits_with_caches_are_those_without(model, parts):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generation_with_a_cache_is_that_without(model, temperature):
+def test_generation_with_and_without_caches_is_equal(model, temperature):
     prompt, count = draw(2, 5), gpt_model.WINDOW + 16
     first, second, again = (
         gpt_model.generate(model, prompt, count, temperature=temperature, seed=1, cached=cached)
         for cached in (True, False, True)
     )
-    assert first.shape == (2, 5 + count)
-    assert first[:, :5].equal(prompt)
-    assert first.equal(second)
-    assert first.equal(again)
+    assert first.shape == (2, 5 + count) and first[:, :5].equal(prompt)
+    assert first.equal(second) and first.equal(again)
 
 
 def test_held_out_works_are_not_in_the_others():

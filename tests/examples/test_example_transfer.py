@@ -1,7 +1,5 @@
 """examples/transfer.py: plays, frozen parameters, embeddings and batches."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -24,7 +22,7 @@ def test_smoke(tmp_path):
     assert "frozen tensors unchanged, head changed" in printed
 
 
-def test_plays_of_the_test_are_others():
+def test_plays_for_training_and_test_are_disjoint():
     training = [play for plays in transfer.TRAINING.values() for play in plays]
     test = [play for plays in transfer.TEST.values() for play in plays]
     assert list(transfer.TEST) == list(transfer.TRAINING)
@@ -44,7 +42,7 @@ def new_model():
     return SentenceClassifier(Bert(BertConfig(50, 32, 2, 2, 64, 24, 0.1)), 3, "mean")
 
 
-def test_frozen_is_bit_identical():
+def test_frozen_parameters_do_not_change():
     model = new_model()
     before = copy.deepcopy(model.state_dict())
     model.bert.requires_grad_(False)
@@ -61,9 +59,10 @@ def test_frozen_is_bit_identical():
 
 
 def test_embeddings_do_not_depend_on_the_batch():
-    model, own = new_model(), passages(20)
-    alone = [transfer.embed(model, transfer.Passages([row], own.labels[:1])) for row in own.ids]
-    torch.testing.assert_close(transfer.embed(model, own), torch.cat(alone), rtol=1e-4, atol=1e-6)
+    model, batch = new_model(), passages(20)
+    single = [transfer.Passages([row], batch.labels[:1]) for row in batch.ids]
+    expected = torch.cat([transfer.embed(model, passage) for passage in single])
+    torch.testing.assert_close(transfer.embed(model, batch), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_epochs_have_each_passage_once():

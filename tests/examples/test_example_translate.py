@@ -1,7 +1,5 @@
 """examples/translate.py and translation.py: data, loss, masks, and greedy and beam search."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -11,6 +9,7 @@ from example_runs import run_example  # adds examples/ to sys.path
 
 # isort: split
 import data
+import rnn
 import translate
 import translation
 from translation import BOS, EOS, PAD, Batch
@@ -23,16 +22,28 @@ def corpus() -> translation.Corpus:
     return translation.load(smoke=True)
 
 
-@pytest.fixture(params=[True, False], ids=["shared", "separate"])
-def model(request) -> translate.Translator:
+def new_model(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if kind == "rnn":
+        return rnn.Recurrent(WORDS, embed_dim=8, hidden=16).eval()
     sizes = {"d_model": 16, "num_heads": 2, "num_layers": 2, "dim_feedforward": 32}
-    return translate.Translator(WORDS, request.param, **sizes).eval()
+    return translate.Translator(WORDS, kind == "shared", **sizes).eval()
+
+
+@pytest.fixture(params=["shared", "separate"])
+def model(request) -> torch.nn.Module:
+    return new_model(request.param)
 
 
 def sentences(*lengths: int) -> torch.Tensor:
     """Return sentences of random tokens, padded to shape (N, longest)."""
     return translation.padded([torch.randint(EOS + 1, WORDS, (n,)) for n in lengths])
+
+
+def after_end(tokens: torch.Tensor) -> torch.Tensor:
+    """Return True for all tokens after the first <eos> of a sentence."""
+    ends = (tokens == EOS).long()
+    return ends.cumsum(1) > ends
 
 
 def test_smoke(tmp_path):
@@ -48,7 +59,7 @@ def test_smoke(tmp_path):
     assert "reference" in out
 
 
-def test_split_has_no_leak():
+def test_split_is_free_of_leaks():
     pairs = [("Open", "a"), ("OPEN…", "b"), *((f"File {i}", str(i)) for i in range(40))]
     pairs += [("Bare", "c"), ("Naked", "c.")]
     train, held_out = data.split_pairs(pairs)
@@ -68,7 +79,7 @@ def test_split_has_no_leak():
     assert data.split_pairs(pairs) == (train, held_out)
 
 
-def test_tokens_give_the_text_back(corpus):
+def test_tokens_decode_to_the_text(corpus):
     texts = [text for pair in corpus.train for text in pair]
     tokens = [t.tolist() for t in corpus.encode(texts)]
     assert all(t[-1] == EOS and BOS not in t and PAD not in t for t in tokens)
@@ -83,15 +94,14 @@ def test_batches(corpus):
         assert (batch.target[:, 0] == BOS).all()
         for side in batch:
             assert len(batch.source) == 1 or side.numel() <= translation.MAX_TOKENS
-            # Only padding follows <eos>.
-            assert torch.equal((side == EOS).cumsum(1) - (side == EOS).long(), (side == PAD).long())
+            assert torch.equal(after_end(side), side == PAD)
     decode = corpus.tokenizer.decode_batch
     epoch = batches[: len(batches) // 2]
     pairs = [p for b in epoch for p in zip(*(decode(t.tolist()) for t in b), strict=True)]
     assert sorted(pairs) == sorted(corpus.train)
 
 
-def test_loss_is_the_formula():
+def test_loss_has_label_smoothing_and_ignores_padding():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, WORDS, dtype=torch.float64)
     target = torch.tensor([[BOS, 7, 8, EOS], [BOS, 9, EOS, PAD]])
@@ -104,8 +114,7 @@ def test_loss_is_the_formula():
     assert math.isclose(loss, sum(expected) / len(expected), rel_tol=1e-12)
 
 
-def test_mean_loss_counts_tokens(corpus):
-    """The mean loss weights each batch by its number of tokens."""
+def test_mean_loss_weights_batches_by_their_tokens(corpus):
     torch.manual_seed(0)
     model = translate.Translator(corpus.tokenizer.get_vocab_size(), True, d_model=16, num_heads=2)
     pairs = sorted(corpus.train, key=lambda pair: len(pair[0]))[-12:]
@@ -116,8 +125,13 @@ def test_mean_loss_counts_tokens(corpus):
     assert math.isclose(*means, rel_tol=1e-5) and model.training
 
 
+MODELS = pytest.mark.parametrize("kind", ["shared", "separate", "rnn"])
+
+
+@MODELS
 @torch.no_grad()
-def test_padding_reaches_no_logits(model):
+def test_padding_does_not_change_logits(kind):
+    model = new_model(kind)
     source, target = sentences(9, 4), sentences(8, 5)
     logits = model(source, target)
     for n, (s, t) in enumerate(((9, 8), (4, 5))):
@@ -125,8 +139,10 @@ def test_padding_reaches_no_logits(model):
         torch.testing.assert_close(logits[n, :t], alone[0], rtol=1e-4, atol=1e-5)
 
 
+@MODELS
 @torch.no_grad()
-def test_future_reaches_no_logits(model):
+def test_logits_do_not_depend_on_later_tokens(kind):
+    model = new_model(kind)
     source, target = sentences(6, 6), sentences(8, 8)
     logits = model(source, target)
     target[:, 5:] = sentences(3, 3)
@@ -135,24 +151,23 @@ def test_future_reaches_no_logits(model):
     assert not torch.allclose(changed[:, 5:], logits[:, 5:])
 
 
-def test_cached_search_is_recomputation(model):
+def test_search_with_and_without_cache_is_equal(model):
     source = sentences(12, 7, 3)
-    found, slow = model.search(source), model.search_uncached(source)
-    assert torch.equal(found, slow) and found.shape[1] > 1
+    found = model.search(source)
+    assert torch.equal(found, model.search_uncached(source)) and found.shape[1] > 1
 
 
 @torch.no_grad()
-def test_beams_are_likelier(model):
+def test_beams_increase_the_likelihood(model):
     """Beam search has a higher mean of log-probability / length ** 0.6 than greedy search."""
     source = sentences(6, 6, 6, 6)
     likelihoods = []
     for beams in (1, 8):
-        said = model.search(source, num_beams=beams)
-        ended = (said == EOS).cumsum(1) - (said == EOS).long() > 0
-        read = torch.cat([torch.full((4, 1), BOS), said[:, :-1]], dim=1)
-        found = model(source, read).log_softmax(-1).gather(2, said[..., None])[..., 0]
-        lengths = (~ended).sum(1) ** translate.LENGTH_PENALTY
-        likelihoods.append((found.masked_fill(ended, 0.0).sum(1) / lengths).mean())
+        tokens = model.search(source, num_beams=beams)
+        read, after = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=BOS), after_end(tokens)
+        log_p = model(source, read).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+        lengths = (~after).sum(1) ** translate.LENGTH_PENALTY
+        likelihoods.append((log_p.masked_fill(after, 0.0).sum(1) / lengths).mean())
     assert likelihoods[1] > likelihoods[0]
 
 

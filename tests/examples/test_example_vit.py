@@ -29,7 +29,7 @@ def test_smoke(tmp_path):
         assert (tmp_path / f"vit_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_patches_are_a_linear_layer_of_each(model):
+def test_patches_are_embedded_by_one_linear_layer(model):
     images = torch.rand(2, 28, 28)
     unfolded = torch.nn.functional.unfold(images[:, None], vit.PATCH, stride=vit.PATCH)
     expected = unfolded.transpose(1, 2) @ model.patches.weight.flatten(1).T + model.patches.bias
@@ -39,7 +39,7 @@ def test_patches_are_a_linear_layer_of_each(model):
     torch.testing.assert_close(tokens[0, 0], model.class_token + positions[0])
 
 
-def test_layers_begin_different(model):
+def test_layers_are_initialized_differently(model):
     first, second = (layer.linear1.weight for layer in model.encoder.layers[:2])
     assert not torch.equal(first, second)
 
@@ -56,7 +56,7 @@ def test_rollout(model):
         torch.testing.assert_close(rollout, vit.attention_rollout(model, images)[1])
 
 
-def test_rollout_of_one_layer_is_half_its_weights(model, monkeypatch):
+def test_rollout_of_one_layer_is_the_mean_of_weights_and_identity(model, monkeypatch):
     monkeypatch.setattr(model.encoder, "layers", model.encoder.layers[:1])
     images = torch.rand(2, 28, 28)
     (layer,) = model.encoder.layers

@@ -1,13 +1,14 @@
 """Properties of the examples: reproducible results, agreement with eager, arguments, claims."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import pytest
 from example_runs import EXAMPLES, run_example
+
+# isort: split
+import common
 
 NAMES = ("bert", "gpt", "rnn", "transfer", "translate", "vit")
 
@@ -28,7 +29,7 @@ def losses(printed: str) -> dict[str, float]:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_seed_decides_and_the_reference_agrees(name, tmp_path):
+def test_runs_are_reproducible_and_agree_with_eager(name, tmp_path):
     """Two runs with one seed have equal figures and plots, except for times.
 
     Their last losses agree with those of a run on eager within 1 %.
@@ -45,14 +46,12 @@ def test_seed_decides_and_the_reference_agrees(name, tmp_path):
     assert json.loads((tmp_path / "0" / f"{name}.json").read_text("utf-8"))["backend"] == "cpp"
 
     assert "curves" not in eager[1] and "reference itself" in eager[0]
-    own = losses(first[0])
+    fused = losses(first[0])
     for title, loss in losses(eager[0]).items():
-        assert own[title] == pytest.approx(loss, rel=1e-2), title
+        assert fused[title] == pytest.approx(loss, rel=1e-2), title
 
 
 def test_arguments(tmp_path, monkeypatch, capsys):
-    import common
-
     (tmp_path / "file").touch()
     for args in (["--backend", "none"], ["--output", str(tmp_path / "file" / "folder")]):
         monkeypatch.setattr("sys.argv", ["example", *args])
@@ -61,12 +60,9 @@ def test_arguments(tmp_path, monkeypatch, capsys):
         assert args[0] in capsys.readouterr().err
 
 
-def test_claims_and_page(tmp_path, monkeypatch):
-    """A claim that does not hold ends the run with an error; the page marks it as not reached."""
-    import common
-
-    path = EXAMPLES.parent / "benchmarks"
-    monkeypatch.syspath_prepend(str(path))
+def test_failed_claims(tmp_path, monkeypatch):
+    """If a claim is false, the run ends with an error, and the page marks it as not reached."""
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
     import examples_table
 
     monkeypatch.setattr(examples_table, "NAMES", ("example",))

@@ -1,7 +1,5 @@
 """examples/positions.py: tables of positional embeddings."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ from example_runs import EXAMPLES  # noqa: F401  # adds examples/ to sys.path
 from positions import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 
 
-def test_sinusoidal_embedding_is_that_of_the_paper():
+def test_sinusoidal_embedding_follows_the_paper():
     module = SinusoidalPositionalEmbedding(6, max_seqlen=50)
     position, column = 37, 2
     angle = position / 10000 ** (2 * column / 6)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT, run
 
 for _module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
     pytest.importorskip(_module)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))  # tests import the examples' modules
 # Proxy and offline settings that make downloads fail in every library that honors them.
 NO_NETWORK = {
@@ -29,13 +29,7 @@ def run_example(name: str, folder: Path, *args: str) -> tuple[str, dict[str, Any
 
     The test fails if the exit status is not 0.
     """
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--output", str(folder)]
-    done = subprocess.run(
-        [*command, *args],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-        env=os.environ | NO_NETWORK,
-    )
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--smoke", "--output", folder]
+    done = run(*command, *args, encoding="utf-8", timeout=300, env=os.environ | NO_NETWORK)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads((folder / f"{name}.json").read_text("utf-8"))["figures"]

@@ -1,7 +1,5 @@
 """Files and symbols named in the documentation exist, and generated tables are up to date."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -11,34 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 
 from fused_attn import decode_attention, functional, varlen_attention
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples/README.md"]
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # may name removed files
 FOLDERS = ("csrc", "fused_attn", "tests", "benchmarks", "examples", "docs")
 # A link [`symbol`](file) to a symbol and the file that defines it.
 SYMBOL = re.compile(r"\[`([^`\]]+)`\]\(([^)#:]+)\)")
+# Files and functions in the traces of calls in docs/call-path.md.
+TRACED = re.compile(r"^    (\S+\.py) +([\w.]+)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files(page):
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_symbols(page):
+def test_links(page):
+    """Every linked file exists and defines the symbol that the link names."""
     text = page.read_text("utf-8")
-    missing = [
-        f"{symbol} in {link}"
-        for symbol, link in SYMBOL.findall(text)
-        if not defines(page.parent / link, symbol)
-    ]
-    assert not missing
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+    symbols = SYMBOL.findall(text)
+    assert not [(s, link) for s, link in symbols if not defines(page.parent / link, s)]
     assert not re.search(r"\]\([^)]*#L\d*\)", text), "links must name symbols, not line numbers"
 
 
@@ -54,51 +46,42 @@ def test_named_files(page):
 
 
 @pytest.mark.parametrize("page", ["transformer.md", "quadratic-cost.md"])
-def test_pages_point_at_code(page):
+def test_pages_link_to_code(page):
     assert SYMBOL.search((DOCS / page).read_text("utf-8"))
 
 
 def test_traces_of_calls():
     """Each line of the traces in docs/call-path.md names a function and the file defining it."""
-    page = (DOCS / "call-path.md").read_text("utf-8")
-    lines = re.findall(r"^    (\S+\.py) +([\w.]+)", page, re.MULTILINE)
+    lines = TRACED.findall((DOCS / "call-path.md").read_text("utf-8"))
     folders = ROOT / "fused_attn", ROOT / "fused_attn/integrations/transformers"
-    unknown = [
-        f"{symbol} in {name}"
-        for name, symbol in lines
-        if not any((at / name).exists() and defines(at / name, symbol) for at in folders)
-    ]
-    assert len(lines) > 40 and not unknown
-
-
-def listed(title):
-    """Return the lines of a trace in docs/call-path.md: file and function."""
-    trace = (DOCS / "call-path.md").read_text("utf-8").split(f"    {title}", 1)[1].split("\n\n")[1]
-    return re.findall(r"^    (\S+\.py) +([\w.]+)", trace, re.MULTILINE)
+    assert len(lines) > 40
+    for name, symbol in lines:
+        files = [folder / name for folder in folders if (folder / name).exists()]
+        assert any(defines(file, symbol) for file in files), f"{symbol} in {name}"
 
 
 def entered(run):
-    """Return the functions of the package that a call enters, in order: file and name."""
-    seen, package = [], f"{ROOT / 'fused_attn'}/"
+    """Return the file and the name of each package function that a call enters, in order."""
+    found, package = [], f"{ROOT / 'fused_attn'}/"
 
-    def note(frame, event, _):
+    def record(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(package):
-            seen.append((code.co_filename.removeprefix(package), code.co_name))
+            found.append((code.co_filename.removeprefix(package), code.co_name))
 
     before = sys.getprofile()
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         run()
     finally:
         sys.setprofile(before)
-    return seen
+    return found
 
 
 X = torch.randn(2, 4, 140, 16)
 TOKENS, ENDS = X[0].transpose(0, 1), torch.tensor([0, 40, 140])
 NEW = {"key": X, "value": X, "rotary_cos": X[0, 0, :, :8], "rotary_sin": X[0, 1, :, :8]}
-CALLS = {  # the first function of a trace -> a call
+CALLS = {  # calls, by the first function of their traces
     "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(
         X.clone().requires_grad_(), X, X, torch.ones(140, 140, dtype=torch.bool)
     ),
@@ -108,7 +91,7 @@ CALLS = {  # the first function of a trace -> a call
         X, X.clone(), X.clone(), cache_lengths=[0, 0], **NEW
     ),
 }
-# Alternatives to what the calls do.
+# Functions of the traces that only other calls enter.
 NOT_ENTERED = {
     "_checked_step", "with_cache_lengths", "select", "Backend.attention_decode", "_for_torch",
 }  # fmt: skip
@@ -116,9 +99,10 @@ NOT_ENTERED = {
 
 @pytest.mark.parametrize("title", CALLS)
 def test_traces_are_true(title):
-    """A call enters the functions of its trace in their order."""
+    """A call enters the functions of its trace in docs/call-path.md in their order."""
+    _, after = (DOCS / "call-path.md").read_text("utf-8").split(f"    {title}(", 1)
     rest = iter(entered(CALLS[title]))
-    for file, symbol in listed(f"{title}("):
+    for file, symbol in TRACED.findall(after.split("\n\n")[1]):
         name = symbol.rpartition(".")[2]
         if symbol not in NOT_ENTERED:
             names = ("__init__", name) if name[0].isupper() else (name,)

@@ -1,7 +1,5 @@
 """Public docstrings describe all arguments, and their examples run."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re
@@ -20,14 +18,9 @@ PUBLIC: dict[str, Any] = {
     for name in module.__all__
     if callable(getattr(module, name))
 }
-MADE_HERE = {
-    "ComparisonReport",
-    "Mask",
-    "SwapReport",
-    "masks.Mask",
-    "nn.DecoderCache",
-}
-# These names occur in the example of their module or of a counterpart.
+# Users do not create objects of these classes, so their docstrings need no example.
+MADE_HERE = {"ComparisonReport", "Mask", "SwapReport", "masks.Mask", "nn.DecoderCache"}
+# Names that occur in the example of their module or of a related function.
 WITHOUT_EXAMPLE = {"available_backends", "disable", "masks.as_mask", "masks.bias", "masks.causal"}
 WITHOUT_EXAMPLE |= {"masks.dense", "masks.prefix_lm", "masks.sliding_window"}
 
@@ -55,8 +48,8 @@ def parameters(thing: Callable[..., Any]) -> set[str]:
     """Return a callable's parameter names; a class with *args has those of its torch.nn base."""
     found = inspect.signature(thing).parameters
     if "args" in found and isinstance(thing, type):
-        of_torch = next(c for c in thing.__mro__ if c.__module__.startswith("torch.nn"))
-        found = inspect.signature(of_torch).parameters
+        base = next(c for c in thing.__mro__ if c.__module__.startswith("torch.nn"))
+        found = inspect.signature(base).parameters
     return set(found) - {"args", "kwargs"}
 
 

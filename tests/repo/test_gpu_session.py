@@ -1,7 +1,5 @@
 """scripts/gpu_session.py saves all finished results, even if later tests crash or hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,16 +7,16 @@ import subprocess
 import sys
 import tarfile
 import time
-from pathlib import Path
 
 import gpu_sections
 import gpu_session
 import pytest
+from commands import ROOT, output_of
 from gpu_sections import Run, Section
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "scripts" / "gpu_session.schema.json").read_text())
 GOOD = "def test_good(): pass\n"
+SLOW = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
 # Limits: files in the results folder, bytes per file, bytes of the tree copied to a GPU machine.
 MAX_FILES, MAX_BYTES, MAX_TREE = 8, 16 << 20, 64 << 20
 
@@ -28,8 +26,7 @@ def check(out):
     jsonschema = pytest.importorskip("jsonschema", reason="reason: needs jsonschema")
     results = json.loads((out / "results.json").read_text())
     jsonschema.validate(results, SCHEMA)
-    answered = {record["section"] for record in results["records"]}
-    assert answered == set(results["sections"])
+    assert {record["section"] for record in results["records"]} == set(results["sections"])
     files = [path for path in out.iterdir() if path.is_file()]
     assert len(files) <= MAX_FILES and all(f.stat().st_size <= MAX_BYTES for f in files)
     return results
@@ -51,7 +48,6 @@ def statuses(results):
     return {record["unit"].rpartition("::")[2]: record["status"] for record in results["records"]}
 
 
-MORE = pytest.mark.thorough  # each session takes seconds
 FAULTS = {
     "segfault": ("import os; os.kill(os.getpid(), 11)", "crash", "crashed while running"),
     "hang": ("import time; time.sleep(60)", "hang", "over 2 s"),
@@ -85,18 +81,16 @@ def test_faults(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
-    """At the session's time limit, the current section is cut, and the next one is skipped."""
-    slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
+    """At the session's time limit, the current section is stopped, and the next one is skipped."""
     monkeypatch.setattr(gpu_session, "GRACE", 0.0)
-    results = session(tmp_path, slow, GOOD, seconds=20.0)
+    results = session(tmp_path, SLOW, GOOD, seconds=20.0)
     assert statuses(results) == {"test_good": "ok", "test_slow": "skipped", "section 1": "skipped"}
     assert [s["status"] for s in results["sections"].values()] == ["cut", "skipped"]
 
 
 def test_sigterm_half_way(tmp_path):
     """After SIGTERM, results.json lists the finished test as ok and unfinished ones as skipped."""
-    slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
-    (tmp_path / "test_planted.py").write_text(slow)
+    (tmp_path / "test_planted.py").write_text(SLOW)
     code = (
         "import sys, gpu_session; from gpu_sections import Run, Section\n"
         f"made = [Section('slow', 50.0, [Run([{str(tmp_path / 'test_planted.py')!r}])]),"
@@ -107,9 +101,7 @@ def test_sigterm_half_way(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path)
     path = tmp_path / "out" / "results.json"
     until = time.monotonic() + 40.0
-    while time.monotonic() < until and "test_good" not in (
-        (path.exists() and path.read_text()) or ""
-    ):
+    while not (path.exists() and "test_good" in path.read_text()) and time.monotonic() < until:
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20.0) == 0
@@ -118,7 +110,7 @@ def test_sigterm_half_way(tmp_path):
     assert results["sections"]["slow"]["message"] == "SIGTERM arrived"
 
 
-@pytest.mark.parametrize("builds", [pytest.param(True, marks=MORE), False])
+@pytest.mark.parametrize("builds", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
     """A missing _cuda module is built; if that fails, only the section that needs it is skipped."""
     facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
@@ -147,11 +139,9 @@ def test_plan_of_a_session():
     """
     sections = gpu_sections.on_gpu()
     in_a_row = [s.seconds for s in sections if not s.beside and s.name != "memcheck"]
-    assert sum(in_a_row) <= 545  # correctness sections rarely use their complete limit
+    assert sum(in_a_row) <= 545  # correctness sections rarely reach their limit
     assert [s.name for s in sections] == [s.name for s in gpu_sections.dry()]
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
+    names = output_of("git", "ls-files", "-z", cwd=ROOT).split("\0")
     carried = [ROOT / name for name in names if name] + [*ROOT.glob("fused_attn/*-312-*.so")]
     assert sum(path.stat().st_size for path in carried if path.exists()) <= MAX_TREE
 
@@ -159,12 +149,10 @@ def test_plan_of_a_session():
 @pytest.mark.thorough
 def test_dry_session(tmp_path):
     """A dry session (without a GPU) writes a result for every section within 245 s."""
-    command = [sys.executable, "scripts/gpu_session.py", "--dry", "--seconds", "240"]
     began = time.monotonic()
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and time.monotonic() - began <= 245.0, done.stderr
+    script = ROOT / "scripts/gpu_session.py"
+    output_of(sys.executable, script, "--dry", "--seconds", 240, "--out", tmp_path, cwd=ROOT)
+    assert time.monotonic() - began <= 245.0
     results = check(tmp_path)
     skipped = {n for n, s in results["sections"].items() if s["status"] == "skipped"}
     assert skipped <= {"memcheck"}

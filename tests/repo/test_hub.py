@@ -1,13 +1,10 @@
 """The package exported as a Hugging Face Hub kernel, and loaded from the exported folder."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, output_of
 from nn_helpers import assert_equal_in_float64, perturb, randn, run
 from torch import nn
 
@@ -15,7 +12,6 @@ import fused_attn
 
 kernels = pytest.importorskip("kernels", reason="reason: needs Hugging Face's kernels")
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "hub"))
 
 ALONE = """
@@ -43,7 +39,7 @@ assert torch.equal(out, kernel.scaled_dot_product_attention(x, x, x, mask))
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """Export a Hub kernel from the checkout, instead of from a wheel, and return its folder."""
+    """Export a Hub kernel from the source tree, instead of from wheels, and return its folder."""
     import export
 
     out = tmp_path_factory.mktemp("hub") / "fused-attn"
@@ -57,7 +53,7 @@ def kernel(repository):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_what_the_hub_reads(repository, backend):
+def test_hub_accepts_metadata_and_variants(repository, backend):
     from kernels._rust import Digest, DigestAlgorithm, Metadata
     from kernels.validate import AllValidator, default_metadata_validators
     from kernels.variants import NoarchVariant, get_variants_local
@@ -77,10 +73,7 @@ def test_what_the_hub_reads(repository, backend):
 
 @pytest.mark.thorough
 def test_needs_no_installed_package(repository):
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(repository)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", ALONE, repository)
 
 
 def test_beside_the_installed_package(kernel):
@@ -103,7 +96,7 @@ def test_swaps_modules(kernel):
     assert_equal_in_float64(run(layer, inputs), expected)
 
 
-class Llamas(nn.Module):
+class LlamaNorm(nn.Module):
     """RMS norm with the attributes of transformers' LlamaRMSNorm."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
@@ -117,14 +110,9 @@ class Llamas(nn.Module):
         )
 
 
-class Torchs(nn.LayerNorm):
-    def forward(self, input):
-        return super().forward(input)
-
-
-@pytest.mark.parametrize(("of", "name"), [(Llamas, "RMSNorm"), (Torchs, "LayerNorm")])
-def test_kernelize(repository, kernel, of, name):
-    cls = type(of.__name__, (of,), {"forward": of.forward})
+@pytest.mark.parametrize(("base", "name"), [(LlamaNorm, "RMSNorm"), (nn.LayerNorm, "LayerNorm")])
+def test_kernelize(repository, kernel, base, name):
+    cls = type(base.__name__, (base,), {"forward": base.forward})  # kernelize modifies it
     kernels.replace_kernel_forward_from_hub(cls, name)
     model = perturb(nn.Sequential(cls(16), nn.Linear(16, 16)).double())
     inputs = (randn(3, 16),)
@@ -166,7 +154,7 @@ def published(monkeypatch, repository):
 
 
 @pytest.mark.parametrize("name", ["Bert", "Llama", "Mistral", "Gemma2", "GptOss"])
-def test_attention_of_transformers_by_the_name_of_the_repository(published, kernel, name):
+def test_transformers_use_the_repository_as_attention(published, kernel, name):
     """A model whose attn_implementation is the name of the Hub repository agrees with eager.
 
     The inputs are padded. The last three models have sliding windows, Gemma2 also has softcap,

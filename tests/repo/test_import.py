@@ -1,10 +1,8 @@
 """Importing fused_attn: lazy imports, import order, and the error message without torch."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 
+import commands
 import pytest
 
 CALLS = """
@@ -17,13 +15,13 @@ def state():
     function = torch.nn.functional.scaled_dot_product_attention
     return table, torch.compiler.config.cache_key_tag, function
 
-# If torch itself imports triton, the checks below pass trivially.
+# If torch itself imports triton, `light` checks nothing.
 before, unpatched = "triton" in sys.modules, state()
 import fused_attn
 from fused_attn import masks
 
-def light(what):
-    assert before or "triton" not in sys.modules, what
+def light(step):
+    assert before or "triton" not in sys.modules, step
 
 light("import")
 assert state() == unpatched and "transformers" not in sys.modules
@@ -68,31 +66,7 @@ with FlopCounterMode(display=False) as counter:
 assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 9) * 9 * 8, counter.get_total_flops()
 """
 
-FIRST = "import torch.utils.flop_counter\n"
-LOOKED_FOR = (
-    "import fused_attn, importlib.util\nimportlib.util.find_spec('torch.utils.flop_counter')\n"
-)
-
-
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_imports_and_patches_nothing_that_is_not_asked_for():
-    run(CALLS)
-
-
-@pytest.mark.sampled("covered by another import order", before=["", LOOKED_FOR])
-@pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
-def test_flops_are_counted_whoever_imports_the_counter(before):
-    run(before + COUNTED)
-
-
-def test_the_counter_may_come_from_anywhere():
-    """torch.utils.flop_counter can be imported after its spec has been found and executed twice."""
-    run(
-        """
+EXECUTED_TWICE = """
 import fused_attn, importlib.util
 specs = [importlib.util.find_spec("torch.utils.flop_counter") for _ in range(2)]
 for spec in specs:
@@ -100,18 +74,35 @@ for spec in specs:
 import torch.utils.flop_counter as counter
 assert type(counter.__spec__.loader).__name__ == "SourceFileLoader"
 """
-    )
+
+FIRST = "import torch.utils.flop_counter\n"
+LOOKED_FOR = (
+    "import fused_attn, importlib.util\nimportlib.util.find_spec('torch.utils.flop_counter')\n"
+)
 
 
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-import fused_attn
-"""
+def run(code: str) -> None:
+    commands.output_of(sys.executable, "-c", code)
+
+
+def test_imports_are_lazy_and_patch_nothing():
+    run(CALLS)
+
+
+@pytest.mark.sampled("covered by another import order", before=["", LOOKED_FOR])
+@pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
+def test_flops_are_counted_in_any_import_order(before):
+    run(before + COUNTED)
+
+
+def test_executing_the_counter_twice():
+    """torch.utils.flop_counter can be imported after its spec has been found and executed twice."""
+    run(EXECUTED_TWICE)
 
 
 def test_without_torch_the_error_says_what_to_install():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    code = "import sys; sys.modules['torch'] = None; import fused_attn"
+    done = commands.run(sys.executable, "-c", code)
     last = done.stderr.splitlines()[-1]
     assert last == "ModuleNotFoundError: fused_attn requires torch 2.9 or newer: pip install torch"
     assert "During handling" not in done.stderr and done.stderr.count("File") == 2
@@ -125,9 +116,9 @@ assert model.config._attn_implementation == "fused_attn"
 BOTH = ["import fused_attn", "from transformers import AutoModel, BertConfig"]
 
 
-@pytest.mark.sampled("covered by the test of a taken name", imports=[BOTH[::-1]])
+@pytest.mark.sampled("covered by test_a_registered_name_is_not_replaced", imports=[BOTH[::-1]])
 @pytest.mark.parametrize("imports", [BOTH, BOTH[::-1]], ids=["ours first", "ours second"])
-def test_transformers_knows_the_name(imports):
+def test_transformers_accepts_the_name(imports):
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     run("\n".join([*imports, NAMED]))
 
@@ -141,8 +132,8 @@ assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
 
 
 @pytest.mark.thorough
-def test_a_name_that_is_taken_stays():
-    """Importing the package keeps a function already registered under the name "fused_attn".
+def test_a_registered_name_is_not_replaced():
+    """Importing the package does not replace a function registered as "fused_attn".
 
     Another copy of the package, loaded by `get_kernel`, may have registered that function.
     """

@@ -1,16 +1,13 @@
 """Modules of the package and headers of csrc/cpu depend only on the same or lower layers."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     {"_cpu", "_cuda", "version"},
     {"base"},
@@ -26,12 +23,10 @@ LAYERS = [
 ]
 
 
-def name_of(path: Path) -> str:
-    """Return the module name of a file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-FILES = {name_of(path): path for path in sorted((ROOT / "fused_attn").rglob("*.py"))}
+FILES = {  # by module name
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "fused_attn").rglob("*.py"))
+}
 
 
 def layer(module: str) -> int:
@@ -48,16 +43,15 @@ def imports(module: str) -> set[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [
-                n if n in FILES or n.rpartition(".")[2] in LAYERS[0] else node.module for n in names
-            ]
-    above = ABOVE.get(module, "-")
-    return {n for n in found if n.split(".")[0] == "fused_attn" and not n.startswith(above)}
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.append(name if name in FILES or alias.name in LAYERS[0] else node.module)
+    exempt = EXCEPTIONS.get(module, "-")
+    return {n for n in found if n.split(".")[0] == "fused_attn" and not n.startswith(exempt)}
 
 
-# Imported in functions, when a call on several ranks needs it.
-ABOVE = {"fused_attn.call.handlers": "fused_attn.distributed"}
+# Imports from a higher layer, in functions that run only on several ranks.
+EXCEPTIONS = {"fused_attn.call.handlers": "fused_attn.distributed"}
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -71,7 +65,7 @@ def test_no_import_cycles():
 
 
 def test_modules_imported_by_a_bare_name_are_unique():
-    """One test process imports all of them: of two with one name, it would get the first."""
+    """Modules that tests import without a package name have different names."""
     folders = ("benchmarks", "examples", "scripts", "tests/pretended_gpu", "tests/support")
     names = Counter(p.stem for f in folders for p in (ROOT / f).glob("*.py"))
     assert not [name for name, count in names.items() if count > 1]

@@ -1,12 +1,11 @@
 """The host code of the GPU backends runs on the simulated GPU of tests/pretended_gpu."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, output_of
 
-FOLDER = Path(__file__).resolve().parent.parent / "pretended_gpu"
+FOLDER = ROOT / "tests/pretended_gpu"
 sys.path.insert(0, str(FOLDER))
 import environment  # noqa: E402
 
@@ -30,10 +29,5 @@ pytestmark = [
 )
 def test_checks(checks: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "-k", checks]
-    done = subprocess.run(
-        [environment.PYTHON, "-m", "pytest", *options, FOLDER / "checks.py"],
-        env=environment.environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [environment.PYTHON, "-m", "pytest", *options, FOLDER / "checks.py"]
+    output_of(*command, env=environment.environment())

@@ -1,13 +1,14 @@
 """Code, commands and tables in the README and docs/ are correct, and the README is short."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+from fused_attn import masks
+from fused_attn.backends.registry import BACKENDS
+from fused_attn.tools import cli
+
 README = ROOT / "README.md"
 # Pages whose content docs/conf.py generates are excluded.
 DOCS = [
@@ -43,10 +44,8 @@ def test_python_blocks_run(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_are_there(page):
+def test_commands_exist(page):
     """Make targets in code blocks exist, and arguments of fused-attn commands are valid."""
-    from fused_attn.tools import cli
-
     text = page.read_text("utf-8")
     code = "\n".join(
         [*re.findall(r"^    (.*)$", text, re.MULTILINE), *re.findall(r"`(.*?)`", text)]
@@ -60,31 +59,24 @@ def test_commands_are_there(page):
 
 
 def test_every_mask_is_listed():
-    from fused_attn import masks
-
     page = (ROOT / "docs/masks.md").read_text("utf-8")
     listed = set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
-    made = {
+    functions = {
         name
         for name, value in vars(masks).items()
         if getattr(value, "__annotations__", {}).get("return") == "Mask" and name[0] != "_"
     }
-    assert listed == made
+    assert listed == functions
 
 
 def test_every_backend_has_a_status():
     """The README's table lists every backend; its only other rows are marked as planned."""
-    from fused_attn.backends.registry import BACKENDS
-
     _, table = README.read_text("utf-8").split("| backend |")
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", table, re.MULTILINE)
-    there = {name for name, status in rows if status != "planned"}
-    assert there == BACKENDS.keys()
+    assert {name for name, status in rows if status != "planned"} == BACKENDS.keys()
 
 
 def test_values_of_environment_variables_are_listed():
-    from fused_attn.backends.registry import BACKENDS
-
     page = (ROOT / "docs/install.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(FUSED_ATTN_\w+)` \|.*\| (.*) \|$", page, re.MULTILINE))
     assert re.findall(r"`(\w+)`", rows["FUSED_ATTN_BACKEND"]) == list(BACKENDS)
@@ -92,8 +84,8 @@ def test_values_of_environment_variables_are_listed():
     assert re.findall(r"`(\w+)`", rows["FUSED_ATTN_CPU_ISA"]) == isas
 
 
-def test_figures_are_those_of_the_results(monkeypatch):
-    """The pages show the results that `python benchmarks/report.py` would write."""
+def test_pages_show_the_latest_results(monkeypatch):
+    """Generated parts of pages are equal to the output of `python benchmarks/report.py`."""
     pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import report

@@ -2,11 +2,10 @@
 
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, output_of
 
 import fused_attn
 import fused_attn.distributed
@@ -14,7 +13,6 @@ import fused_attn.nn
 from fused_attn.compat import flash_attn
 from fused_attn.compat.xformers import ops as xops
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 MODULES = {"masks", "nn"}  # names in fused_attn.__all__ with separate pages
 
@@ -36,7 +34,7 @@ def test_reference_has_every_public_name():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_kept_without_outputs(path):
+def test_notebooks_have_no_outputs(path):
     """Committed notebooks have no outputs; building the site creates the outputs."""
     cells = json.loads(path.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
@@ -47,10 +45,7 @@ def test_site_builds_without_a_warning(tmp_path):
     for module in ("sphinx", "furo", "myst_nb", "ipykernel", "sphinx_copybutton"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    done = subprocess.run(
-        [*command, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(*command, ROOT / "docs", tmp_path)
     start = (tmp_path / "index.html").read_text()
     notebooks = [f"notebooks/{name}.html" for name in ("swap_bert", "masks")]
     for page in ("masks.html", "reference/functions.html", "examples.html", *notebooks):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -14,22 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-# Libraries of every Linux that torch supports, and libgomp, which torch loads.
+# Libraries that every Linux supported by torch has, and libgomp, which torch loads.
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.so.1"}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: needs Linux")
-
-
-def done(*command: str | Path, **variables: str) -> str:
-    result = subprocess.run(
-        [str(c) for c in command],
-        cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
 
 
 @contextlib.contextmanager
@@ -44,7 +34,7 @@ def locked_build() -> Iterator[None]:
 def build_wheel(folder: Path, **variables: str) -> str:
     command = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
     with locked_build():
-        return done(*command, **variables)
+        return output_of(*command, env=os.environ | variables)
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +47,16 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     build_wheel(folder)
     (made,) = folder.glob("*.whl")
-    done(
-        "env", f"PATH={SCRIPTS}:/usr/bin:/bin", sys.executable, "-m", "auditwheel", "repair",
-        "--exclude", "libgomp.so.1", "-w", folder / "repaired", made,
-    )  # fmt: skip
+    repair = (sys.executable, "-m", "auditwheel", "repair", "--exclude", "libgomp.so.1")
+    path = {"PATH": f"{SCRIPTS}:/usr/bin:/bin"}
+    output_of(*repair, "-w", folder / "repaired", made, env=os.environ | path)
     (repaired,) = (folder / "repaired").glob("*.whl")
     return repaired
 
 
 @linux
 @pytest.mark.thorough
-def test_wheel_brings_no_library_and_runs_on_other_systems(wheel):
+def test_wheel_is_portable_and_has_no_other_library(wheel):
     tag = re.fullmatch(r"fused_attn-.*-cp3\d+-cp3\d+-(.*)\.whl", wheel.name)
     assert tag is not None
     assert re.search(r"manylinux_2_\d+_(x86_64|aarch64)", tag[1]), wheel.name
@@ -85,7 +74,7 @@ def test_wheel_brings_no_library_and_runs_on_other_systems(wheel):
 
 @linux
 @pytest.mark.thorough
-def test_wheel_needs_what_systems_have(wheel, tmp_path):
+def test_wheel_needs_only_system_libraries(wheel, tmp_path):
     elffile = pytest.importorskip("elftools.elf.elffile", reason="reason: needs pyelftools")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".so")]
@@ -110,9 +99,10 @@ def test_nothing_is_compiled_twice(tmp_path):
 
     shutil.copytree(Path(pybind11.__file__).parent, tmp_path / "modules" / "pybind11")
     path, modules = os.environ["PATH"], os.environ.get("PYTHONPATH", "")
-    in_place = (sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib")
+    in_place = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib"]
+    in_place += ["--build-temp", tmp_path / "temp"]
     with locked_build():
-        done(*in_place, "--build-temp", tmp_path / "temp")  # compile outdated sources first
+        output_of(*in_place, cwd=ROOT)  # compile outdated sources first
     elsewhere = {
         "PATH": f"{tmp_path}{os.pathsep}{path}",
         "PYTHONPATH": f"{tmp_path / 'modules'}{os.pathsep}{modules}",
@@ -120,17 +110,17 @@ def test_nothing_is_compiled_twice(tmp_path):
     for variables in (elsewhere, {}):
         assert "ninja: no work to do" in build_wheel(tmp_path / "wheel", **variables)
         with locked_build():
-            said = done(*in_place, "--build-temp", tmp_path / "temp", **variables)
-        assert "ninja: no work to do" in said
+            printed = output_of(*in_place, cwd=ROOT, env=os.environ | variables)
+        assert "ninja: no work to do" in printed
 
 
 @linux
-def test_torchs_libgomp_is_used():
+def test_only_one_libgomp_is_loaded():
     """A process that uses the package loads only one libgomp, and so has one thread pool."""
     code = (
         "import fused_attn, torch; q = torch.randn(1, 1, 8, 8);"
         "fused_attn.scaled_dot_product_attention(q, q, q);"
         "print(*{l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}, sep='\\n')"
     )
-    loaded = done(sys.executable, "-c", code).split()
+    loaded = output_of(sys.executable, "-c", code).split()
     assert len(loaded) == 1, loaded

@@ -1,7 +1,5 @@
 """scripts/words.py reports planted violations, and none of its exceptions is obsolete."""
 
-from __future__ import annotations
-
 import pytest
 import words
 
@@ -22,7 +20,7 @@ def found(monkeypatch, tmp_path):
     return check
 
 
-def test_a_docstring_whose_first_sentence_needs_another(found):
+def test_a_docstring_without_a_full_first_sentence(found):
     assert found("a.py", 'def f():\n    """What f computes."""\n')
     assert found("a.py", '"""The same for packed sequences."""\n')
     assert not found("a.py", 'def f():\n    """Return the mask."""\n')

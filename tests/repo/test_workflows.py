@@ -1,23 +1,19 @@
 """GitHub's workflows are valid and run commands that exist."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
 def test_workflows_are_valid():
     pytest.importorskip("check_jsonschema", reason="reason: needs check-jsonschema")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
-    done = subprocess.run(
-        [*command, "vendor.github-workflows", *map(str, WORKFLOWS)], capture_output=True, text=True
-    )
-    assert WORKFLOWS and done.returncode == 0, done.stdout + done.stderr
+    assert WORKFLOWS
+    output_of(*command, "vendor.github-workflows", *WORKFLOWS)
 
 
 def test_workflows_call_existing_targets_and_files():
@@ -31,18 +27,15 @@ def test_workflows_call_existing_targets_and_files():
         assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))
 
 
-def test_tests_that_the_makefile_selects_exist():
+def test_tests_named_in_the_makefile_exist():
     """Each test name in the Makefile is, or begins, the name of a test function."""
     names = set(re.findall(r"\btest_\w+(?=[ )\"])", (ROOT / "Makefile").read_text()))
     code = "\n".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
     assert names and not [name for name in names if not re.search(rf"^def {name}", code, re.M)]
 
 
-def test_modules_that_workflows_run_do_something():
-    """Every module that a workflow runs with `python -m` has a `__main__` entry point.
-
-    Without one, the step would silently do nothing.
-    """
+def test_modules_of_workflows_have_an_entry_point():
+    """Every module that a workflow runs with `python -m` has a `__main__` entry point."""
     for text in [path.read_text() for path in WORKFLOWS]:
         for name in re.findall(r"python3? -m (fused_attn[.\w]*)", text):
             path = ROOT / name.replace(".", "/")

@@ -1,8 +1,8 @@
-// Host implementation of the primitives in csrc/cuda/intrinsics.cuh, on the emulated threads of
-// machine.h. See there for documentation.
+// Host implementation of the primitives that csrc/cuda/intrinsics.cuh documents, on the emulated
+// threads of machine.h.
 //
-// Each function that can detect an error has the location of its caller as a parameter, so that the
-// error message contains the line of the kernel.
+// Functions that detect errors receive the location of their caller, so that the error message
+// contains the line of the kernel.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,8 @@
 // Parameters with the source location of the caller.
 #define FUSED_ATTN_SITE int line = __builtin_LINE(), const char *file = __builtin_FILE()
 
-// For functions that call Machine::meet, and may switch to another fiber. They are inlined for
-// switch_context (fibers.h).
+// Attribute of functions that call Machine::meet, which may switch to another fiber: they must be
+// inlined, like switch_context (fibers.h).
 #define FUSED_ATTN_MEETS __attribute__((always_inline)) inline
 
 namespace fused_attn {

@@ -4,7 +4,8 @@
 // Each meeting (warp-collective operation) gets a new number, and an access is stamped with the
 // number of its warp's last meeting. An access happens before everything that its warp does after
 // the warp's next meeting, and before everything that other warps do after the warp's next
-// sync_block. The accesses of a warp between its last sync_block and its end are never ordered.
+// sync_block. Accesses of a warp after its last sync_block do not happen before any access of
+// another warp.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ class Shadow {
   bool full() const { return meetings_ > kMeetings; }
   // Records a meeting of a warp.
   void meet(int warp) { now_[warp] = ++meetings_; }
-  // Records a sync_block of the warps in a bit mask, which are all that have not ended.
+  // Records a sync_block of the warps in the bit mask `warps`: all that have not ended.
   void sync_block(uint32_t warps) {
     const int32_t before = meetings_++;
     everyone_ = before;

@@ -6,9 +6,9 @@
 // kernels, where they hide the compiler's. If a kernel uses another one, the compiler reports
 // "target specific option mismatch": add it here.
 //
-// Results are those of Intel's manual, bit for bit. Where it leaves a choice, they are the worst
-// that it permits (rcp14). Misaligned addresses abort. Vectors are two AVX2 registers, and every
-// function below that is not one operator works lane by lane.
+// Results agree with Intel's manual bit for bit. Where the manual leaves a choice, they have the
+// largest error that it permits (rcp14). Misaligned addresses abort. A vector is stored in two AVX2
+// registers. Functions that are not a single operator compute lane by lane.
 #pragma once
 
 #include <immintrin.h>
@@ -31,8 +31,8 @@
 #endif
 #endif
 
-// A source uses some of the functions. They are not `inline`: GCC would then expand the long ones,
-// which multiplies the size of the code.
+// Each source uses only some of the functions. They are not `inline`, because GCC would then expand
+// the long ones, which multiplies the code size.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 
@@ -48,7 +48,7 @@ struct EmulatedVector {
 template <class T>
 using Of = typename EmulatedVector<T>::type;
 
-// Returns the element l of an array, at any address.
+// Returns element l of an array, which may be misaligned.
 template <class T>
 T element(const void* p, int64_t l) {
   T x;
@@ -56,7 +56,7 @@ T element(const void* p, int64_t l) {
   return x;
 }
 
-// Returns lane l of a vector, seen as a vector of T.
+// Returns lane l of a vector, interpreted as a vector of T.
 template <class T, class V>
 T at(const V& v, int64_t l) {
   return element<T>(&v, l);
@@ -167,7 +167,7 @@ __m512 _mm512_mask_moveldup_ps(__m512 other, __mmask16 k, __m512 v) {
   return lanes<__m512, float>([&](int l) { return bit(k, l) ? v[l & ~1] : other[l]; });
 }
 
-// Interleaves the lower or the upper halves of each 128 bits.
+// Interleaves the lower or upper halves of each 128-bit part of a and b.
 template <class T, bool kUpper, class V>
 V unpack(V a, V b) {
   constexpr int kCount = 16 / sizeof(T);
@@ -196,7 +196,7 @@ __m512i _mm512_shuffle_epi8(__m512i v, __m512i index) {
   });
 }
 
-// Returns the vector whose lane l is lane index[l] of a and b, as if they were one vector.
+// Returns the vector whose lane l is lane index[l] of the concatenation of a and b.
 template <class T>
 __m512i permute(__m512i a, __m512i index, __m512i b) {
   constexpr int kCount = 64 / sizeof(T);
@@ -330,7 +330,7 @@ __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
   return lanes<__m512d, double>([&](int l) { return __builtin_fma(a[l], b[l], c[l]); });
 }
-// Adds in the order of GCC.
+// Adds in the same order as GCC.
 float _mm512_reduce_add_ps(__m512 v) {
   float part[16];
   memcpy(part, &v, sizeof(v));
@@ -345,7 +345,7 @@ __m512 _mm512_rcp14_ps(__m512 v) {
     return reinterpret<float>((reinterpret<uint32_t>(1 / v[l]) + 512) & ~uint32_t{1023});
   });
 }
-// Only x - floor(x), rounded down.
+// Returns x - floor(x), rounded down. Other modes abort.
 __m512 _mm512_reduce_ps(__m512 v, int how) {
   if (how != 0x09) abort();
   return lanes<__m512, float>([&](int l) {
@@ -386,8 +386,8 @@ __m512bh _mm512_cvtne2ps_pbh(__m512 upper, __m512 lower) {
   });
 }
 
-// Arithmetic that takes and returns subnormals as 0 and rounds to nearest even, while this exists.
-// It is volatile, so that no other arithmetic is moved among it.
+// Arithmetic that flushes subnormal operands and results to 0, and rounds to nearest even. Objects
+// change MXCSR for their lifetime. Volatile keeps the compiler from reordering the instructions.
 class FlushSubnormals {
  public:
   FlushSubnormals() {

@@ -1,7 +1,8 @@
-// AMX-BF16 and AMX-FP16: tile registers as arrays of the thread. intrinsics.h includes this file.
+// AMX-BF16 and AMX-FP16, with thread-local arrays as tile registers. intrinsics.h includes this
+// file.
 //
-// Tiles have 16 rows of 64 bytes, the only shape that the kernels configure. The use of tiles that
-// are not configured, and other shapes, abort.
+// Tiles have 16 rows of 64 bytes, the only shape that the kernels configure. Other shapes and tiles
+// that are not configured abort.
 #pragma once
 
 #undef _tile_loadd
@@ -43,8 +44,8 @@ void _tile_stored(int tile, void* p, int64_t stride) {
   for (int r = 0; r < 16; ++r) memcpy(static_cast<char*>(p) + r * stride, tile_row(tile, r), 64);
 }
 
-// Adds up the products of the first and of the second elements of pairs, each from 0. Then adds
-// both sums, and the result to the tile.
+// Sums the products of the first elements of the pairs, and those of the second elements, starting
+// from 0. Then adds both sums, and adds the result to the tile.
 template <class ToFloat>
 void multiply_tiles(int sum, int left, int right, const ToFloat& to_float) {
   alignas(32) float a[2][16][16], b[2][16][16];
@@ -74,7 +75,7 @@ void _tile_dpbf16ps(int sum, int left, int right) {
                  [](uint16_t x) { return reinterpret<float>(uint32_t{x} << 16); });
 }
 
-// The functions that csrc/cpu/amx/amx.h writes in assembly.
+// Replacements for the assembly functions of csrc/cpu/amx/amx.h.
 template <int kTile>
 void tile_load(const void* tile, int64_t stride = 64) {
   _tile_loadd(kTile, tile, stride);
@@ -95,7 +96,7 @@ template <int kSum, int kLeft, int kRight>
 void tile_multiply_bfloat16() {
   _tile_dpbf16ps(kSum, kLeft, kRight);
 }
-// Subnormal operands are not taken as 0: in float32 they are normal.
+// Subnormal float16 operands are not flushed to 0, because they are normal in float32.
 template <int kSum, int kLeft, int kRight>
 void tile_multiply_half() {
   multiply_tiles(kSum, kLeft, kRight, [](uint16_t x) { return _cvtsh_ss(x); });

@@ -54,8 +54,8 @@ def test_gain_and_its_standard_error(words):
     found = [bert_tasks.gain(scores(0.8), scores(0.7)) for _ in range(300)]
     gains, errors = torch.tensor(found).T
     assert gains.mean().item() == pytest.approx(0.1, abs=0.005)
-    # The estimate adds the variances over seeds and over texts. Both have the same source here, so
-    # the estimate is never too small.
+    # The estimate adds the variance over seeds and the variance over texts. Here, both measure the
+    # same randomness, so the estimate is an upper bound.
     assert 1.0 < errors.square().mean().sqrt() / gains.std() < 1.7
     equal = scores(0.8)
     assert bert_tasks.gain(equal, equal) == (0.0, 0.0)
@@ -116,7 +116,7 @@ def test_pairs_of_passages_and_their_labels():
         follows = second[0] == first[-1] + 1
         same_work = (first[0] - 5) // 300 == (second[0] - 5) // 300
         assert follows == same_work == bool(is_next)
-        # The first passage ends with a line, and the second begins with one.
+        # The first passage ends at the end of a line, and the second starts at the start of one.
         assert (first[-1] - 5) % 3 == 2 and (second[0] - 5) % 3 == 0
 
 

@@ -51,7 +51,7 @@ def test_rows_consist_of_documents():
 
 
 def test_loss_of_a_row_is_that_of_separate_documents():
-    """The loss of a packed row is the mean over all labels, with each document computed alone."""
+    """The loss of a packed row is the mean over the labels of its separately computed documents."""
     torch.manual_seed(0)
     model = gpt_model.GPT(50).double()
     row = gpt_parallel.pack(SCENES, 100)

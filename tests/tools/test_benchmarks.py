@@ -4,12 +4,12 @@ import json
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 import shapes
 import tables
 import test_attention_speed as benchmarks
@@ -32,7 +32,7 @@ PACKED, CALL, DECODE = (p["gpu"][0][0] for p in (shapes.PACKED, shapes.CALL, sha
 
 
 class Untimed:
-    """Meter that runs the last of each list of calls and reports fixed times."""
+    """Meter that runs only the last call of each list, and reports fixed times."""
 
     def peak(self, dtype):
         return "matmul"
@@ -84,7 +84,7 @@ def small(shape, seqlen=96):
 
 
 def only_record(runner):
-    """Return the only record of the results file."""
+    """Return the only record of the results file, whose check must have passed."""
     (record,) = json.loads(runner.path.read_text())["records"]
     assert record["check"] == "passed" and record["milliseconds"]["fused_attn"] == 1.0
     assert record["name"] in tables.gpu_text(runner.results())
@@ -102,11 +102,13 @@ def test_attention(shape, group, runner):
     assert ("share_of_unmasked" in record) == shape.masked
 
 
-@pytest.mark.parametrize("shape", [DECODE, CALL], ids=lambda s: s.name)
-def test_other_attention(shape, runner):
-    decode = shape.size.seqlen_q == 1
-    function = benchmarks.test_decode if decode else benchmarks.test_call
-    function(small(shape, 200 if decode else 32), BF16, runner)
+@pytest.mark.parametrize(
+    ("run", "shape", "seqlen"),
+    [(benchmarks.test_decode, DECODE, 200), (benchmarks.test_call, CALL, 32)],
+    ids=["decode", "call"],
+)
+def test_other_attention(run, shape, seqlen, runner):
+    run(small(shape, seqlen), BF16, runner)
     assert only_record(runner)["speedup"].keys() >= {"sdpa", "flex"}
 
 

@@ -1,11 +1,11 @@
 """Tables of a GPU session list failures, and say which backends may become defaults."""
 
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("matplotlib", reason="reason: needs matplotlib")
 import gpu_tables
 

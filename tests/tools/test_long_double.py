@@ -10,7 +10,7 @@ from fused_attn import masks
 
 
 def by_mpmath(query, key, value, scale, weights, weights_lse):
-    """Return out, lse and the gradient of query for one head with a causal mask."""
+    """Return flat lists of out, lse and the gradient of query, for one head with a causal mask."""
     seqlen, head_dim = query.shape
     columns = range(head_dim)
     numbers = [[mpmath.mpf(x) for x in row] for t in (query, key, value) for row in t.tolist()]
@@ -28,17 +28,10 @@ def by_mpmath(query, key, value, scale, weights, weights_lse):
             p[j] * (mpmath.fdot(grad, v[j]) - delta + mpmath.mpf(float(weights_lse[i])))
             for j in range(i + 1)
         ]
-        out.append(row)
+        out += row
         lse.append(mpmath.log(total))
-        grad_query.append(
-            [scale * mpmath.fsum(ds[j] * k[j][c] for j in range(i + 1)) for c in columns]
-        )
+        grad_query += [scale * mpmath.fsum(ds[j] * k[j][c] for j in range(i + 1)) for c in columns]
     return {"out0": out, "out1": lse, "grad_query": grad_query}
-
-
-def flattened(rows):
-    for row in rows:
-        yield from row if isinstance(row, list) else [row]
 
 
 def test_results_equal_those_of_mpmath():
@@ -52,10 +45,10 @@ def test_results_equal_those_of_mpmath():
     weights = [torch.randn(s, generator=generator).bfloat16().double()[0, 0] for s in shapes]
     with mpmath.workdps(50):
         exact = by_mpmath(*(t[0, 0].double() for t in tensors.values()), 0.5, *weights)
-        for name, rows in exact.items():
-            pairs = zip(truth[name].flatten(), mode.residual(truth[name]).flatten(), strict=True)
-            for number, (value, residual) in zip(flattened(rows), pairs, strict=True):
-                got = mpmath.mpf(value.item()) + mpmath.mpf(residual.item())
+        for name, numbers in exact.items():
+            parts = truth[name].flatten().tolist(), mode.residual(truth[name]).flatten().tolist()
+            for number, value, residual in zip(numbers, *parts, strict=True):
+                got = mpmath.mpf(value) + mpmath.mpf(residual)
                 assert abs(got - number) <= 64 * mpmath.mpf(2) ** -PRECISION * 4, name
 
 

@@ -10,23 +10,15 @@ from fused_attn import masks
 
 
 def tensors_of(problem):
-    if problem == "plain":
-        tensors = random_qkv(2, 2, 2, 50, 70, 32)
-    elif problem == "few_keys":
-        tensors = random_qkv(1, 2, 2, 2, 2, 256, seed=10)
-    else:  # whole numbers: scores are exact, and lse is large
-        tensors = random_qkv(2, 2, 2, 50, 70, 16)
-        tensors = {n: t.mul(2).round() for n, t in tensors.items()}
-        tensors["key"][..., 0] = 64.0
-        tensors["query"][..., 0] = 64.0
-    batch, heads, rows, keys = (*tensors["query"].shape[:3], tensors["key"].shape[2])
-    generator = torch.Generator().manual_seed(3)
-    tensors["bias"] = torch.randn(batch, heads, rows, keys, generator=generator)
-    if problem == "whole_numbers":
-        tensors["bias"].round_()
     if problem == "few_keys":
-        tensors["bias"].zero_()
-    return tensors
+        return random_qkv(1, 2, 2, 2, 2, 256, seed=10) | {"bias": torch.zeros(1, 2, 2, 2)}
+    bias = torch.randn(2, 2, 50, 70, generator=torch.Generator().manual_seed(3))
+    if problem == "plain":
+        return random_qkv(2, 2, 2, 50, 70, 32) | {"bias": bias}
+    # Whole numbers: scores are exact, and lse is large.
+    tensors = {n: t.mul(2).round() for n, t in random_qkv(2, 2, 2, 50, 70, 16).items()}
+    tensors["key"][..., 0] = tensors["query"][..., 0] = 64.0
+    return tensors | {"bias": bias.round()}
 
 
 def findings(problem, dtype, mistake=""):

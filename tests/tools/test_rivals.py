@@ -2,12 +2,12 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 import rival_attention
 import rivals
 

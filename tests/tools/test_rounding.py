@@ -135,7 +135,7 @@ def test_expected_error_of_eager_attention(dtype):
             assert error <= expected.error(name) <= 10 * error, name
         scale = contract.largest(reference)
         assert 0.0 < expected.error(name) < 300 * torch.finfo(dtype).eps * scale, name
-    assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one run records decisions
+    assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one more run records decisions
 
 
 def test_runs_stop_at_a_large_enough_error_or_far_below_it():

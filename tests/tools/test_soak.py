@@ -23,7 +23,7 @@ soak.main(["--minutes", "1"])
 def test_short_run(monkeypatch):
     monkeypatch.setattr(soak, "GROWTH", float("inf"))  # the run is too short to measure growth
     run = soak.Soak(3, 0)
-    with use_threads(2), fused_attn.enabled():  # as in the processes that repeat calls
+    with use_threads(2), fused_attn.enabled():  # as in child processes
         run.run(0.1)
         for process in soak.PROCESSES.values():
             process(run, soak.Draw(0))

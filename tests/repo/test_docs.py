@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,31 +138,24 @@ def defines(path: Path, symbol: str) -> bool:
     return all(re.search(rf"\b{re.escape(part)}\b", code) for part in symbol.split("::"))
 
 
-def _names(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """Return the names that a module or class body defines; members are named Class.member."""
-    names: set[str] = set()
+def _names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Yield the names that a module or class body defines; members are named Class.member."""
     for node in body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(prefix + node.name)
-            names |= {f"{prefix}{name}" for name in _attributes(node)} if prefix else set()
-        elif isinstance(node, ast.ClassDef):
-            names |= {prefix + node.name, *_names(node.body, f"{prefix}{node.name}.")}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _names(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {prefix + t.id for t in targets if isinstance(t, ast.Name)}
-    return names
+            yield from (prefix + name for name in _assigned(node, ast.Name))
+        elif isinstance(node, ast.FunctionDef) and prefix:
+            targets = _assigned(node, ast.Attribute)
+            yield from (prefix + t.removeprefix("self.") for t in targets if t.startswith("self."))
 
 
-def _attributes(method: ast.FunctionDef) -> set[str]:
-    """Return the attributes of self that a method assigns."""
-    return {
-        node.attr
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
+def _assigned(node: ast.AST, kind: type[ast.expr]) -> list[str]:
+    """Return the code of all assignment targets of a kind."""
+    found = [n for n in ast.walk(node) if isinstance(n, kind) and isinstance(n.ctx, ast.Store)]
+    return [ast.unparse(target) for target in found]
 
 
 @pytest.mark.parametrize("name", ["block_lists", "decode_steps", "scale_simulation"])

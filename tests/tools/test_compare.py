@@ -116,20 +116,15 @@ def test_errors_of_fused_modules_are_measured(monkeypatch):
 
 
 def test_wrong_gradients_are_reported(monkeypatch):
-    exact = functional.layer_norm
+    right = functional.layer_norm
 
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def wrong(*args, **kwargs):
+        out = right(*args, **kwargs)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * (1 + 1e-4))
+        return out
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * (1 + 1e-4)
-
-    monkeypatch.setattr(
-        functional, "layer_norm", lambda x, *args, **kwargs: exact(Scale.apply(x), *args, **kwargs)
-    )
+    monkeypatch.setattr(functional, "layer_norm", wrong)
     report = compare_transformer(transformer())
     assert not report.ok
     assert all(row.ok for row in report.rows if row.kind.endswith("output"))
@@ -203,19 +198,6 @@ def test_inputs_that_require_grad_are_compared():
     assert {("input[0]", "input grad"), ("output[0]", "output")} <= rows
     assert ("in_proj_weight", "param grad") in rows
     assert x.grad is None
-
-
-def test_relus_do_not_decide_the_verdict():
-    """ReLUs whose inputs change sign between bfloat16 runs do not make the report fail."""
-    for seed in range(10):
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(
-            torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
-            torch.nn.Linear(32, 32),
-            torch.nn.ReLU(),
-        ).bfloat16()
-        report = compare(model, torch.randn(2, 9, 32, dtype=torch.bfloat16))
-        assert report.ok, str(report)
 
 
 def test_relus_use_the_signs_of_the_first_run():

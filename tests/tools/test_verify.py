@@ -22,7 +22,13 @@ from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, Part
 EMULATED = [n for n in BACKENDS if n in verdicts.KERNELS and not torch.cuda.is_available()]
 __all__ = ["fast"]  # a fixture
 pytestmark = pytest.mark.usefixtures("fast")
-ONE_BACKEND = pytest.mark.not_emulated("the verdict logic does not depend on the backend")
+
+
+@pytest.fixture
+def stand_in(verdict_folder):
+    """Register the stand-in backend for tests of logic that does not depend on the backend."""
+    with in_place_of_cpp() as backend:
+        yield backend
 
 
 @pytest.fixture(params=["stand_in", *EMULATED])
@@ -37,15 +43,15 @@ def backend(request, verdict_folder):
 
 def corrupt(monkeypatch, backend, when, how):
     """Patch a backend's attention to apply `how` to the outputs of calls that satisfy `when`."""
-    run = type(backend).attention_fwd
+    right = backend.attention_fwd
 
-    def attention_fwd(self, call, for_backward, want_lse):
-        outputs = run(self, call, for_backward, want_lse)
+    def attention_fwd(call, *args):
+        outputs = right(call, *args)
         if when(call):
             how(outputs)
         return outputs
 
-    monkeypatch.setattr(type(backend), "attention_fwd", attention_fwd)
+    monkeypatch.setattr(backend, "attention_fwd", attention_fwd)
 
 
 def of_kind(kind):
@@ -115,75 +121,72 @@ def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
     assert "WRONG out" in run_snippet(report.snippet(trial), capsys)
 
 
-@ONE_BACKEND
 @pytest.mark.parametrize("of", ["out", "key"])
-def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
+def test_wrong_partial_results_rule_out_their_class(stand_in, of, monkeypatch):
     """A wrong partial output rules out calls with its mask; a wrong gradient, only training."""
-    forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
+    forward, backward = stand_in.attention_fwd, stand_in.attention_bwd
 
-    def off(results, call):
+    def corrupted(results, call):
         if call.options.partial and of in results._fields:
             getattr(results, of).mul_(1.01)
         return results
 
-    monkeypatch.setattr(type(backend), "attention_fwd", lambda b, c, *a: off(forward(b, c, *a), c))
     monkeypatch.setattr(
-        type(backend), "attention_bwd", lambda b, given: off(backward(b, given), given.call)
+        stand_in, "attention_fwd", lambda call, *args: corrupted(forward(call, *args), call)
+    )
+    monkeypatch.setattr(
+        stand_in, "attention_bwd", lambda given: corrupted(backward(given), given.call)
     )
     checks = [PartialCheck(shape=SHAPE, mask="causal")]
-    report = verify.verify(backend.name, replace(small_plan(), checks=checks))
+    report = verify.verify(stand_in.name, replace(small_plan(), checks=checks))
     assert [trial.check for trial in report.wrong] == checks
     assert report.classes[class_named("none", "training")].usable
     assert not report.classes[class_named("causal", "training")].usable
     assert report.classes[class_named("causal", "forward")].usable == (of == "key")
     problem = problem_of_probe(small_plan().classes[class_named("causal", "training")][0])
-    assert verdicts.reasons_against(backend.name, replace(problem, partial=True))
+    assert verdicts.reasons_against(stand_in.name, replace(problem, partial=True))
 
 
-@ONE_BACKEND
-def test_errors_only_at_the_sizes_of_a_class(backend, monkeypatch):
+def test_errors_only_at_the_sizes_of_a_class(stand_in, monkeypatch):
     """A class whose probes fail is unusable, even if all smaller checks pass."""
     corrupt(
-        monkeypatch, backend,
+        monkeypatch, stand_in,
         lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal",
         lambda outputs: outputs.out.fill_(float("nan")),
     )  # fmt: skip
-    report = verify.verify(backend.name, small_plan())
+    report = verify.verify(stand_in.name, small_plan())
     for name, verdict in report.classes.items():
         assert verdict.usable == (name.feature != "causal"), name
 
 
-@ONE_BACKEND
-def test_a_different_dropout_mask_is_wrong(backend, monkeypatch):
+def test_a_different_dropout_mask_is_wrong(stand_in, monkeypatch):
     corrupt(
-        monkeypatch, backend, lambda call: call.options.dropout_p > 0.0,
+        monkeypatch, stand_in, lambda call: call.options.dropout_p > 0.0,
         lambda outputs: outputs.out[0, 0, 0].fill_(1.0),
     )  # fmt: skip
     made = small_plan(["dropout"])
     checks = [check for check in made.checks if check.how == "bits"]
-    report = verify.verify(backend.name, replace(made, checks=checks))
+    report = verify.verify(stand_in.name, replace(made, checks=checks))
     assert "number of different elements, of 6216" in report.wrong[0].failure()
     assert not report.classes[class_named("dropout", "forward")].usable
 
 
-@ONE_BACKEND
-def test_results_that_do_not_repeat_are_wrong(backend, monkeypatch):
+def test_results_that_do_not_repeat_are_wrong(stand_in, monkeypatch):
     noise = iter(range(10000))
     corrupt(
-        monkeypatch, backend, of_kind("causal"),
+        monkeypatch, stand_in, of_kind("causal"),
         lambda outputs: outputs.out[0, 0, 0].mul_(1.0 + 2.0**-22 * (next(noise) % 7)),
     )  # fmt: skip
     check = AttentionCheck(shape=SHAPE, mask="causal", gradients=False, how="twice")
-    assert not all(finding.ok for finding in check.run(backend.name, CPU))
+    assert not all(finding.ok for finding in check.run(stand_in.name, CPU))
 
 
-@ONE_BACKEND
-def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
+def test_a_kernel_that_fails_is_wrong(stand_in, monkeypatch):
     def fail(outputs):
         raise RuntimeError("misaligned address")
 
-    corrupt(monkeypatch, backend, of_kind("causal"), fail)
-    report = verify.verify(backend.name, small_plan())
+    corrupt(monkeypatch, stand_in, of_kind("causal"), fail)
+    report = verify.verify(stand_in.name, small_plan())
     assert report.wrong[0].failure() == "RuntimeError: misaligned address"
     assert not any(trial.lost for trial in report.trials)
     assert report.classes[class_named("none", "forward")].usable
@@ -221,64 +224,59 @@ def test_an_unwritable_verdict_loses_no_report(command, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["backends"]["stand_in"]["checks"] >= 6
 
 
-@ONE_BACKEND
-def test_unsupported_calls_are_not_wrong(backend, monkeypatch):
-    right = type(backend).unsupported
+def test_unsupported_calls_are_not_wrong(stand_in, monkeypatch):
+    right = stand_in.unsupported
 
-    def unsupported(self, problem):
+    def unsupported(problem):
         causal = getattr(problem, "mask", "") == "causal"
-        return ["has no causal"] if causal else right(self, problem)
+        return ["has no causal"] if causal else right(problem)
 
-    monkeypatch.setattr(type(backend), "unsupported", unsupported)
-    report = verify.verify(backend.name, small_plan())
+    monkeypatch.setattr(stand_in, "unsupported", unsupported)
+    report = verify.verify(stand_in.name, small_plan())
     assert not report.wrong
     assert report.classes[class_named("causal", "forward")].found == "unsupported"
     assert report.classes[class_named("none", "forward")].usable
 
 
-@ONE_BACKEND
 @pytest.mark.parametrize("speedup", [1.0, 0.8])
-def test_kernels_that_are_not_faster_are_not_chosen(backend, speedup, monkeypatch):
+def test_kernels_that_are_not_faster_are_not_chosen(stand_in, speedup, monkeypatch):
     monkeypatch.setattr(
         timing, "medians",
-        lambda ways, *rest: {name: 1.0 if name == backend.name else speedup for name in ways},
+        lambda ways, *rest: {name: 1.0 if name == stand_in.name else speedup for name in ways},
     )  # fmt: skip
-    report = verify.verify(backend.name, small_plan())
+    report = verify.verify(stand_in.name, small_plan())
     assert not report.wrong and report.usable == []
     found = report.classes[class_named("causal", "forward")]
     assert found.speedup == speedup and f"{speedup:.2f} times as fast as" in found.found
 
 
-def test_the_slowest_probe_decides(verdict_folder, monkeypatch):
+def test_the_slowest_probe_decides(stand_in, monkeypatch):
     times = iter([2.0, 0.5] * 1000)
     monkeypatch.setattr(
         timing, "medians",
         lambda ways, *rest: dict(zip(ways, (1.0, next(times)), strict=True)),
     )  # fmt: skip
-    with in_place_of_cpp() as backend:
-        report = verify.verify(backend.name, small_plan())
+    report = verify.verify(stand_in.name, small_plan())
     assert {verdict.speedup for verdict in report.classes.values()} == {0.5}
 
 
-def test_classes_that_do_not_fit_in_memory_are_not_used(verdict_folder, monkeypatch):
+def test_classes_that_do_not_fit_in_memory_are_not_used(stand_in, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(timing, "medians", full)
-    with in_place_of_cpp() as backend:
-        report = verify.verify(backend.name, small_plan())
+    report = verify.verify(stand_in.name, small_plan())
     assert not report.wrong and report.usable == []
     assert "memory" in report.classes[class_named("none", "forward")].found
 
 
-def test_the_peer_is_torch(verdict_folder, monkeypatch):
+def test_the_peer_is_torch(stand_in, monkeypatch):
     """Kernels are timed against the first backend of torch operations that supports the call."""
     peers = set()
     monkeypatch.setattr(
         timing, "medians", lambda ways, *rest: peers.add(list(ways)[1]) or dict.fromkeys(ways, 1.0)
     )
-    with in_place_of_cpp() as backend:
-        verify.verify(backend.name, small_plan(features=("none", "softcap")))
+    verify.verify(stand_in.name, small_plan(features=("none", "softcap")))
     torch_backends = [
         n for n, b in REGISTERED.items() if b.differentiable and n not in verdicts.KERNELS
     ]
@@ -359,7 +357,7 @@ def test_checks(check, backend, capsys):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_graph_with_stale_results_is_wrong(stale, verdict_folder, monkeypatch):
+def test_a_graph_with_stale_results_is_wrong(stale, stand_in, monkeypatch):
     """A CUDA graph whose replay does not update its results is reported as wrong."""
 
     class Graph:
@@ -376,8 +374,7 @@ def test_a_graph_with_stale_results_is_wrong(stale, verdict_folder, monkeypatch)
 
     monkeypatch.setattr("fused_attn.tools.checks._captured", captured)
     check = AttentionCheck(shape=SHAPE, mask="causal", how="graph")
-    with in_place_of_cpp() as backend:
-        findings = check.run(backend.name, CPU)
+    findings = check.run(stand_in.name, CPU)
     assert len(findings) == 4 and all(finding.ok is not stale for finding in findings)
 
 
@@ -392,16 +389,14 @@ def test_graphs_on_a_gpu(name):
 
 
 @pytest.fixture
-def command(verdict_folder, monkeypatch, capsys):
+def command(stand_in, monkeypatch, capsys):
     """Return a function that verifies a small plan, and returns exit status, stdout and stderr."""
     monkeypatch.setattr(plan, "plan", lambda quick, graphs: small_plan())
 
     def run(*argv):
         return cli.main(["verify", *argv]), *capsys.readouterr()
 
-    with in_place_of_cpp() as backend:
-        run.backend = backend
-        yield run
+    return run
 
 
 def test_command(command, verdict_folder):
@@ -416,12 +411,12 @@ def test_command(command, verdict_folder):
     assert command("--forget")[:2] == (0, "nothing was stored\n")
 
 
-def test_command_with_a_wrong_kernel(command):
+def test_command_with_a_wrong_kernel(command, stand_in):
     def wrong(call, outputs):
         if call.mask.kind == "causal":
             outputs.out.mul_(1.01)
 
-    command.backend.corrupt = wrong
+    stand_in.corrupt = wrong
     status, out, _ = command("--backend", "stand_in")
     assert status == 1
     assert "AttentionCheck(shape='2,4/2,21,37,16', mask='causal', dtype='float32', seed=0)" in out
@@ -444,8 +439,7 @@ def test_command_without_a_gpu(capsys):
     assert out == "" and err.startswith("fused-attn verify: error: ") and err.count("\n") == 1
 
 
-def test_calls_store_no_verdict(verdict_folder):
-    with in_place_of_cpp():
-        x = torch.randn(1, 2, 40, 32)
-        F.scaled_dot_product_attention(x, x, x)
+def test_calls_store_no_verdict(stand_in, verdict_folder):
+    x = torch.randn(1, 2, 40, 32)
+    F.scaled_dot_product_attention(x, x, x)
     assert not verdict_folder.exists()

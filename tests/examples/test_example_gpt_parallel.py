@@ -50,7 +50,7 @@ def test_rows_consist_of_documents():
             assert labels[-1] == gpt_parallel.IGNORED
 
 
-def test_loss_of_a_row_is_that_of_separate_documents():
+def test_loss_of_a_row_equals_that_of_separate_documents():
     """The loss of a packed row is the mean over the labels of its separately computed documents."""
     torch.manual_seed(0)
     model = gpt_model.GPT(50).double()

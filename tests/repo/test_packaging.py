@@ -55,7 +55,7 @@ def test_metadata_links_to_the_repository_of_the_build(repository, tmp_path):
     assert bool(links) == bool(repository) and all(url.startswith(repository) for _, url in links)
 
 
-def test_version_is_that_of_the_metadata():
+def test_version_equals_that_of_the_metadata():
     assert fused_attn.__version__ == metadata.version("fused-attn")
     assert f"version: {fused_attn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 

@@ -1,4 +1,4 @@
-"""scripts/stages.py runs small generated test files and sums up their results."""
+"""scripts/stages.py runs small generated test files and summarizes their results."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def stage(folder: Path, name: str, text: str, *arguments: str) -> Stage:
     return Stage(name, [str(path), *options, *arguments], environment)
 
 
-def test_all_stages_run_and_are_summed_up(tmp_path, capfd):
+def test_all_stages_run_and_are_summarized(tmp_path, capfd):
     chosen = [
         stage(tmp_path, "mixed", MIXED, "-p", "xdist", "-n", "2"),
         stage(tmp_path, "import", "import no_such_module\n"),

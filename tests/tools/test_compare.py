@@ -180,7 +180,7 @@ def test_the_model_is_left_as_it_was():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_gradients_that_the_model_already_has_do_not_count():
+def test_existing_gradients_are_ignored():
     model = torch.nn.Sequential(torch.nn.LayerNorm(16))
     x = torch.randn(4, 16)
     expected = compare(model, x).to_dict()
@@ -268,7 +268,7 @@ def test_errors():
         compare(torch.nn.Identity(), torch.randn(2, 4))
 
 
-def test_nothing_compared_is_not_ok():
+def test_an_empty_comparison_is_not_ok():
     assert not compare(Normed(lambda norm, x: norm(x).argmax(-1)), torch.randn(3, 16)).ok
 
 

@@ -80,7 +80,7 @@ def test_compare_within_enabled():
     assert outer.left_to_torch > 0
 
 
-def test_without_enable_the_error_names_it():
+def test_the_error_without_enable_suggests_it():
     with pytest.raises(ValueError, match=r"enable=True"):
         compare(model(Attention()), tokens())
 

@@ -10,9 +10,13 @@ from torch import nn
 
 import fused_attn
 
-kernels = pytest.importorskip("kernels", reason="reason: needs Hugging Face's kernels")
-
 sys.path.insert(0, str(ROOT / "hub"))
+pytest.importorskip("kernels", reason="reason: needs Hugging Face's kernels")
+import export
+import kernels
+from kernels._rust import Digest, DigestAlgorithm, Metadata
+from kernels.validate import AllValidator, default_metadata_validators
+from kernels.variants import NoarchVariant, get_variants_local
 
 ALONE = """
 import sys
@@ -40,8 +44,6 @@ assert torch.equal(out, kernel.scaled_dot_product_attention(x, x, x, mask))
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """Export a Hub kernel from the source tree, instead of from wheels, and return its folder."""
-    import export
-
     out = tmp_path_factory.mktemp("hub") / "fused-attn"
     export.export([ROOT], out)
     return out
@@ -54,10 +56,6 @@ def kernel(repository):
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_hub_accepts_metadata_and_variants(repository, backend):
-    from kernels._rust import Digest, DigestAlgorithm, Metadata
-    from kernels.validate import AllValidator, default_metadata_validators
-    from kernels.variants import NoarchVariant, get_variants_local
-
     variant = repository / "build" / f"torch-{backend}"
     metadata = Metadata.read_from_file(variant / "metadata.json")
     assert (str(metadata.name), metadata.version, metadata.license) == ("fused-attn", 1, "MIT")
@@ -125,8 +123,6 @@ def test_kernelize(repository, kernel, base, name):
 
 
 def test_wheels_of_two_versions_are_refused(repository, tmp_path):
-    import export
-
     package = tmp_path / "other" / "fused_attn"
     package.mkdir(parents=True)
     (package / "decode.py").write_text("")
@@ -140,8 +136,6 @@ PUBLISHED = "organization/fused-attn"  # the only repository name that the fake 
 @pytest.fixture
 def published(monkeypatch, repository):
     """Make transformers load the exported folder instead of downloading a kernel from the Hub."""
-    import export
-
     hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
 
     def get_kernel(name, revision, version, allow_all_kernels):

@@ -310,7 +310,6 @@ def test_a_random_bfloat16_model_is_refused():
 
 
 def test_an_output_that_is_only_rounding_error_is_not_random():
-
     def means(norm, x):
         out = norm(x)
         return {"out": out, "mean": out.mean()}

@@ -193,7 +193,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_make_targets_build_cuda(target):
+def test_cuda_switch_of_make_targets(target):
     if shutil.which("make") is None:
         pytest.skip("reason: needs make")
     printed = output_of("make", "--dry-run", target, cwd=ROOT)

@@ -9,23 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mask_cases import MASKS
-from small_calls import SHAPE, by, qkv
+from small_calls import SHAPE, assert_close_to_eager, by, qkv
 
 import fused_attn as fa
 from fused_attn import masks
-from fused_attn.backends import registry
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import dispatch
 
-
-@pytest.fixture(autouse=True)
-def fresh_choice():
-    yield
-    registry._first_on.cache_clear()
-
-
-# ---- attention ----------------------------------------------------------------------------------
-
+LOOSE = {"rtol": 1e-5, "atol": 1e-5}  # for gradients, and for sums in another order
 
 ONE_HIDDEN = {
     "first_key_of_last_query": lambda b, h, m, n: masks.sliding_window(m - 2, -1),
@@ -35,41 +26,34 @@ ONE_HIDDEN = {
 
 @pytest.mark.parametrize("make", [*MASKS.values(), *ONE_HIDDEN.values()], ids=[*MASKS, *ONE_HIDDEN])
 def test_masks(make):
-    """Outputs and gradients match eager attention, also in a second call with a cached mask."""
+    """Outputs and gradients match eager attention, including calls that reuse a cached mask."""
     mask = make(*SHAPE[:4])
-    results = []
-    for backend in ("sdpa", "eager"):
+
+    def train():
         leaves = qkv()
-        out = fa.scaled_dot_product_attention(*leaves, mask, backend=backend)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    q, k, v = qkv(grad=False)
-    expected = fa.scaled_dot_product_attention(q, k, v, mask, backend="eager")
+        out = fa.scaled_dot_product_attention(*leaves, mask)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    assert_close_to_eager(train, **LOOSE)
     for _ in range(2):  # the second call uses values cached on the mask
-        got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+        assert_close_to_eager(lambda: fa.scaled_dot_product_attention(*qkv(grad=False), mask))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_causal_mask_and_a_scale_that_is_not_positive(return_lse, scale):
-    """Causal attention matches eager; torch's CPU kernel returns NaN."""
+    """Causal attention matches eager attention, although torch's CPU kernel returns NaN."""
     options = {"is_causal": True, "scale": scale, "return_lse": return_lse}
-    results = [
-        fa.scaled_dot_product_attention(*qkv(grad=False), **options, backend=backend)
-        for backend in ("sdpa", "eager")
-    ]
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    tensors = qkv(grad=False)
+    assert_close_to_eager(lambda: fa.scaled_dot_product_attention(*tensors, **options), **LOOSE)
 
 
 def test_lse_of_transposed_columns():
-    """out and lse are correct for operands whose last dimension is not contiguous."""
+    """out and lse are correct if the last dimension of the operands is not contiguous."""
     tensors = [t.mT.contiguous().mT for t in qkv(grad=False)]
-    got, expected = (
-        fa.scaled_dot_product_attention(*tensors, return_lse=True, backend=backend)
-        for backend in ("sdpa", "eager")
+    assert_close_to_eager(
+        lambda: fa.scaled_dot_product_attention(*tensors, return_lse=True), **LOOSE
     )
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -93,25 +77,25 @@ def test_supported_calls_skip_validation(autocast, grad, dropout_p, monkeypatch)
     ]
     with fa.use_backend("sdpa"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for options in given * 2:
-            out = []
-            for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
-                torch.manual_seed(0)
-                out.append(function(q, k, v, dropout_p=dropout_p, **options))
-            assert out[0].dtype == out[1].dtype and out[0].requires_grad == grad
-            torch.testing.assert_close(out[0], out[1], rtol=0, atol=2e-2 if autocast else 2e-6)
+            torch.manual_seed(0)
+            out = fa.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
+            torch.manual_seed(0)
+            want = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
+            assert out.requires_grad == grad
+            torch.testing.assert_close(out, want, rtol=0, atol=2e-2 if autocast else 2e-6)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unchecked_under_autocast(backend, dtype, monkeypatch):
-    """Under autocast, attention and norms skip validation, and integer tensors are refused.
+    """Under autocast, attention runs in the autocast dtype, and norms in the dtype of their input.
 
-    Attention runs in the autocast dtype, and norms in the dtype of their input.
+    Neither is validated, except that integer tensors are refused.
     """
     q, k, v = qkv(dtype, grad=False)
     half = [t.bfloat16() for t in (q, k, v)]
     mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
-    w = w.to(dtype) if backend == "sdpa" else w  # torch rejects mixed dtypes
+    w = w.to(dtype) if backend == "sdpa" else w  # torch refuses mixed dtypes
     expected = by(backend, lambda: fa.scaled_dot_product_attention(*half, mask))
     norm = by(backend, lambda: fa.layer_norm(q, 32, w))
     monkeypatch.setattr(dispatch, "select", None)
@@ -125,31 +109,31 @@ def test_unchecked_under_autocast(backend, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [(2, 4, 33, 46), (3, 1, 33, 47), (1, 1, 1, 1, 47)])
-def test_masks_that_do_not_fit(wrong):
-    q, k, v = qkv()
+def test_masks_of_wrong_shapes(wrong):
     with pytest.raises(ValueError, match="attn_mask must"):
-        by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, torch.ones(wrong) > 0))
+        by("sdpa", lambda: fa.scaled_dot_product_attention(*qkv(), torch.ones(wrong) > 0))
 
 
-@pytest.mark.parametrize("make", [lambda t: t, masks.bias])
+@pytest.mark.parametrize("make", [torch.Tensor.clone, masks.bias])
 def test_masks_of_more_digits(make):
-    q, k, v = qkv()
+    """A float64 mask is refused if the operands are float32."""
     mask = make(torch.randn(33, 47, dtype=torch.float64))
     with pytest.raises(ValueError, match="must not be float64"):
-        by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
+        by("sdpa", lambda: fa.scaled_dot_product_attention(*qkv(), mask))
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(name, average):
     mask = MASKS[name](*SHAPE[:4]) if name != "none" else None
-    results = []
-    for backend in ("sdpa", "eager"):
+
+    def train():
         leaves = qkv(num_heads_kv=2)
-        out, weights = attention_with_weights(*leaves, mask, average=average, backend=backend)
+        out, weights = attention_with_weights(*leaves, mask, average=average)
         loss = out.square().sum() + weights.square().sum()
-        results.append((out, weights, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        return out, weights, *torch.autograd.grad(loss, leaves)
+
+    assert_close_to_eager(train, **LOOSE)
     torch.manual_seed(0)
     q, k, v = qkv(grad=False)
     out, weights = attention_with_weights(q, k, v, mask, 0.5, backend="sdpa")
@@ -159,18 +143,19 @@ def test_weights(name, average):
 def test_a_learned_bias_is_never_cached():
     """A learned bias is not cached, even if it is a view of a constant tensor."""
     q, k, v = qkv()
-    bias = torch.randn(33, 47)
-    bias[0] = float("-inf")
-    bias = bias.view(1, 1, 33, 47).requires_grad_()
-    with fa.use_backend("sdpa"):
+    constant = torch.randn(33, 47)
+    constant[0] = float("-inf")
+    bias = constant.view(1, 1, 33, 47).requires_grad_()
+
+    def gradient():
         with torch.no_grad():
             fa.scaled_dot_product_attention(q, k, v, bias)
+        bias.grad = None
         for _ in range(2):
             fa.scaled_dot_product_attention(q, k, v, bias).sum().backward()
-    got, bias.grad = bias.grad, None
-    for _ in range(2):
-        fa.scaled_dot_product_attention(q, k, v, bias, backend="eager").sum().backward()
-    torch.testing.assert_close(got, bias.grad, rtol=1e-5, atol=1e-5)
+        return bias.grad
+
+    assert_close_to_eager(gradient, **LOOSE)
 
 
 def test_masks_of_another_type():
@@ -187,7 +172,6 @@ def test_masks_of_another_type():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_second_derivatives_raise_torchs_error(is_causal):
-    """Second derivatives raise torch's error, which names its kernel."""
     leaves = qkv()
     for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
         out = by("sdpa", lambda f=function: f(*leaves, is_causal=is_causal))
@@ -215,10 +199,8 @@ def test_within_a_checkpoint():
         return by("sdpa", lambda: fa.scaled_dot_product_attention(*tensors, is_causal=True))
 
     out = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
-    got = torch.autograd.grad(out.sum(), (q, k, v))
-    expected = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
-    for g, e in zip(got, expected, strict=True):
-        assert torch.equal(g, e)
+    got, expected = (torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, call(q, k, v)))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
@@ -232,24 +214,14 @@ def test_lse(name, dtype):
     def call():
         return fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, return_lse=True)[1]
 
-    got, expected = by("sdpa", call), by("eager", call)
-    assert got.dtype == torch.float32 and got.shape == expected.shape
-    tolerance = 2e-6 if dtype == torch.float32 else 0.05  # eager's scores are rounded to 16 bits
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
-
-
-def test_dropout_is_torchs():
-    q, k, v = qkv(grad=False)
-    torch.manual_seed(3)
-    expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
-    torch.manual_seed(3)
-    got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, dropout_p=0.3))
-    assert torch.equal(got, expected)
+    # Eager attention rounds scores to the dtype of the operands.
+    assert_close_to_eager(call, atol=2e-6 if dtype == torch.float32 else 0.05)
+    assert by("sdpa", call).dtype == torch.float32
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)])
 def test_empty(shape):
-    q = torch.randn(2 if shape[0] else 0, shape[1], 5, 4, requires_grad=True)
+    q = torch.randn(*shape[:2], 5, 4, requires_grad=True)
     k = torch.randn(shape, requires_grad=True)
     for dropout_p in (0.0, 0.5):
         out = fa.scaled_dot_product_attention(q, k, k, None, dropout_p, backend="sdpa")
@@ -268,9 +240,6 @@ def test_refusals():
     refused("cannot backpropagate through lse", return_lse=True)
     with pytest.raises(NotImplementedError, match="transforms"):
         torch.func.grad(lambda q: fa.scaled_dot_product_attention(q, k, v, backend="sdpa").sum())(q)
-
-
-# ---- norms --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -293,30 +262,20 @@ def test_norms_are_torchs(dtype):
         torch.testing.assert_close(mixed, F.layer_norm(x, (24,), w, b))
 
 
-# ---- modules ------------------------------------------------------------------------------------
-
-
-def encoder(**options):
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 2, **options).eval()
-    report = fa.swap_modules(model)
-    return model, report
-
-
 @torch.no_grad()
-def test_torchs_inference_path_is_kept():
-    model, report = encoder()
-    x = torch.randn(3, 9, 32)
-    ignored = torch.arange(9) >= torch.tensor([9, 4, 0])[:, None]
+def test_encoders_run_on_torchs_fused_layers():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    report = fa.swap_modules(model)
+    x, ignored = torch.randn(3, 9, 32), torch.arange(9) >= torch.tensor([9, 4, 0])[:, None]
     with fa.use_backend("sdpa"):
         own = [model(x), model(x, src_key_padding_mask=ignored)]
         with torch.profiler.profile() as profile:
             model(x)
     assert sum("_transformer_encoder_layer_fwd" in e.name for e in profile.events()) == 2
     report.restore()
-    for got, expected in zip(own, [model(x), model(x, src_key_padding_mask=ignored)], strict=True):
-        assert torch.equal(got, expected)
+    assert torch.equal(own[0], model(x))
+    assert torch.equal(own[1], model(x, src_key_padding_mask=ignored))
 
 
 def test_with_enable():

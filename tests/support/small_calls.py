@@ -1,4 +1,4 @@
-"""Small attention operands, and a helper that runs a function on a given backend."""
+"""Small attention operands, and helpers that run a function on a given backend."""
 
 import torch
 
@@ -20,3 +20,8 @@ def by(backend, function):
     """Return the result of a function, with `backend` used for all calls within it."""
     with fa.use_backend(backend):
         return function()
+
+
+def assert_close_to_eager(function, rtol=0.0, atol=2e-6):
+    """Assert that a function returns the same on the backends "sdpa" and "eager"."""
+    torch.testing.assert_close(by("sdpa", function), by("eager", function), rtol=rtol, atol=atol)

@@ -2,11 +2,12 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_calls import by, qkv
+from small_calls import assert_close_to_eager, by, qkv
 
 import fused_attn as fa
 from fused_attn import masks
@@ -21,13 +22,9 @@ def test_a_tensor_under_several_masks():
     for tensor in (bias, visible):
         for is_causal in (False, True, False):
             for window in (None, masks.sliding_window(5)):
-                whole = masks.as_mask(tensor, is_causal)
-                whole = whole if window is None else whole & window
-
-                def call(whole=whole):
-                    return fa.scaled_dot_product_attention(q, k, v, whole)
-
-                torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
+                mask = masks.as_mask(tensor, is_causal)
+                mask = mask if window is None else mask & window
+                assert_close_to_eager(lambda m=mask: fa.scaled_dot_product_attention(q, k, v, m))
 
 
 def test_changes_of_a_cached_mask_are_detected():
@@ -40,8 +37,7 @@ def test_changes_of_a_cached_mask_are_detected():
     by("sdpa", call)
     visible[:, 5:] = False
     visible[3] = False
-    torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
-    assert (by("sdpa", call)[:, :, 3] == 0).all()
+    assert_close_to_eager(call)
 
 
 def test_masks_that_torch_accepts_are_freed():
@@ -55,25 +51,25 @@ def test_masks_that_torch_accepts_are_freed():
 
 
 def test_few_slices_of_a_mask_are_cached(monkeypatch):
-    """At most 10 masks derived from slices of a mask stay in memory, because they may be large."""
+    """At most 10 masks that were derived from slices of a mask stay in memory."""
     monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
-    kept = weakref.WeakSet()
+    cached = weakref.WeakSet()
     bool_or = torch.Tensor.__or__
 
     def counted(self, other):
         result = bool_or(self, other)
-        kept.add(result)
+        cached.add(result)
         return result
 
     monkeypatch.setattr(torch.Tensor, "__or__", counted)
-    whole = torch.rand(1, 1, 40, 40) > 0.2
+    visible = torch.rand(1, 1, 40, 40) > 0.2
     q = torch.randn(1, 2, 40, 8)
     with fa.use_backend("sdpa"):
         for n in range(2, 40):
             x = q[:, :, :n]
-            fa.scaled_dot_product_attention(x, x, x, whole[:, :, :n, :n])
+            fa.scaled_dot_product_attention(x, x, x, visible[:, :, :n, :n])
     gc.collect()
-    assert len(kept) <= 10
+    assert len(cached) <= 10
 
 
 def test_packed():
@@ -84,23 +80,7 @@ def test_packed():
         out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True)
         return out, *torch.autograd.grad(out.sum(), (q, k, v))
 
-    for got, expected in zip(by("sdpa", call), by("eager", call), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-
-
-def test_decode_ignores_rows_after_the_lengths():
-    q = torch.randn(2, 4, 1, 16)
-    caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
-    for cache in caches:
-        cache[0, :, :9], cache[1, :, :3] = torch.randn(4, 9, 16), torch.randn(4, 3, 16)
-    new = torch.randn(2, 2, 4, 1, 16).unbind()
-
-    def call():
-        copies = [cache.clone() for cache in caches]
-        lengths = torch.tensor([9, 3])
-        return fa.decode_attention(q, *copies, cache_lengths=lengths, key=new[0], value=new[1])
-
-    torch.testing.assert_close(by("sdpa", call), by("cpp", call), rtol=0, atol=2e-6)
+    assert_close_to_eager(call)
 
 
 @pytest.mark.parametrize("lengths", [[9, 9], [9, 3], [0, 0]])
@@ -108,12 +88,7 @@ def test_decode_ignores_rows_after_the_lengths():
 @pytest.mark.parametrize("pages", [False, True])
 def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
     """Unpaged caches with equal lengths are read in place; all other caches are copied."""
-    seen = []
-
-    def attend(query, key, value, *args, **options):
-        seen.append((key, value))
-        return F.scaled_dot_product_attention(query, key, value, *args, **options)
-
+    attend = mock.Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(sdpa, "torch_sdpa", attend)
     q, new = torch.randn(2, 4, seqlen_q, 16), torch.randn(2, 2, 4, seqlen_q, 16).unbind()
     caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
@@ -131,29 +106,24 @@ def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
     for given in (lengths, torch.tensor(lengths)):
         got = by("sdpa", lambda given=given: call(*caches, cache_lengths=given))
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-        for tensor, cache in zip(seen.pop(), caches, strict=True):
+        for tensor, cache in zip(attend.call_args_list.pop().args[1:3], caches, strict=True):
             assert tensor.shape[2] == max(lengths) + seqlen_q
             in_place = tensor.data_ptr() == cache.data_ptr()
             assert in_place is (lengths[0] == lengths[1] and not pages)
 
 
 @pytest.fixture
-def derived(monkeypatch):
-    """Return a list that grows with each mask that is materialized."""
-    made = []
-    materialize = torch_arguments.materialize
-
-    def counted(*args):
-        made.append(args)
-        return materialize(*args)
-
-    monkeypatch.setattr(torch_arguments, "materialize", counted)
-    return made
+def materialize(monkeypatch):
+    """Return a mock of the function that materializes masks, which counts its calls."""
+    function = mock.Mock(wraps=torch_arguments.materialize)
+    monkeypatch.setattr(torch_arguments, "materialize", function)
+    return function
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_layers_share_materialized_masks(derived, is_causal, whole):
+@pytest.mark.parametrize("argument", [False, True])
+def test_layers_share_materialized_masks(materialize, is_causal, argument):
+    """Layers share one materialized mask, whether use_backend or an argument names the backend."""
     q, k, v = qkv(grad=False)
     lengths = torch.tensor([47, 20])
     mask = masks.padding(lengths)
@@ -162,26 +132,26 @@ def test_layers_share_materialized_masks(derived, is_causal, whole):
         return fa.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, backend=backend)
 
     for _ in range(2):
-        derived.clear()
+        materialize.reset_mock()
         for _ in range(3):
-            out = call("sdpa") if whole else by("sdpa", call)
-        assert len(derived) == 1
+            out = call("sdpa") if argument else by("sdpa", call)
+        assert materialize.call_count == 1
         torch.testing.assert_close(out, call(backend="eager"), rtol=0, atol=2e-6)
         lengths[1] = 11
 
 
-def test_packed_layers_share_materialized_masks(derived):
+def test_packed_layers_share_materialized_masks(materialize):
     """Layers with the same cu_seqlens share one materialized mask until cu_seqlens changes."""
     q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
-    ends, window = torch.tensor([0, 11, 11, 30], dtype=torch.int32), masks.sliding_window(3)
-    cases = [{}, {"is_causal": True}, {"attn_mask": window}]
+    ends = torch.tensor([0, 11, 11, 30], dtype=torch.int32)
+    cases = [{}, {"is_causal": True}, {"attn_mask": masks.sliding_window(3)}]
     for middle in (11, 13):
         ends[1] = ends[2] = middle
         for options in cases:
-            derived.clear()
+            materialize.reset_mock()
             for _ in range(3):
                 out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, backend="sdpa", **options)
-            assert len(derived) == 1
+            assert materialize.call_count == 1
             expected = fa.varlen_attention(
                 q, k, v, ends.clone(), ends.clone(), 19, 19, backend="eager", **options
             )

@@ -1,12 +1,11 @@
-"""Backend "sdpa" on CUDA, tested without a GPU: calls of torch's kernels, and cuDNN's bugs.
+"""Backend "sdpa" on CUDA, tested without a GPU: the arguments of torch's kernels, and their bugs.
 
-Fake tensors replace CUDA tensors. Tests that compare values pass the operands that torch's CUDA
-kernel would receive to a CPU kernel.
+Fake tensors replace CUDA tensors. Tests of values pass the operands of torch's CUDA kernel to a CPU
+kernel.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,20 +19,16 @@ from fused_attn.backends import AttentionProblem, denylist, get_backend, sdpa
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lse_on_cuda(is_causal, monkeypatch):
-    """On CUDA, lse comes from torch's flash attention, which receives the options of the call."""
-    flash, given = torch.ops.aten._scaled_dot_product_flash_attention, []
-
-    def noted(query, key, value, *options, scale):
-        given.append((key.shape, value.shape, *options, scale))
-        return flash(query, key, value, *options, scale=scale)
-
-    monkeypatch.setattr(sdpa, "_aten", SimpleNamespace(_scaled_dot_product_flash_attention=noted))
+    """lse comes from torch's flash attention, which receives the options of the call."""
+    flash = mock.Mock(wraps=torch.ops.aten._scaled_dot_product_flash_attention)
+    monkeypatch.setattr(sdpa, "_aten", SimpleNamespace(_scaled_dot_product_flash_attention=flash))
     with FakeTensorMode():
         there = {"device": "cuda", "dtype": torch.bfloat16}
         q, (k, v) = torch.empty(2, 4, 33, 32, **there), torch.empty(2, 2, 2, 33, 32, **there)
         options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True, "return_lse": True}
         out, lse = fa.scaled_dot_product_attention(q, k, v, backend="sdpa", **options)
-    assert given == [((2, 4, 33, 32), (2, 4, 33, 32), 0.0, is_causal, False, 0.3)]
+    flash.assert_called_once_with(*[mock.ANY] * 3, 0.0, is_causal, False, scale=0.3)
+    assert [t.shape for t in flash.call_args.args[:3]] == [(2, 4, 33, 32)] * 3
     assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")
     assert (lse.shape, lse.dtype, lse.device.type) == ((2, 4, 33), torch.float32, "cuda")
 
@@ -63,7 +58,7 @@ def test_refusals_of_lse_on_cuda(properties, reason):
 
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
 def test_gradients_if_torch_pads_head_dim(num_heads_kv, monkeypatch):
-    """Gradients are correct if torch pads head_dim to a multiple of 8, as torch does on CUDA."""
+    """Gradients are correct if torch pads head_dim to a multiple of 8, as it does on CUDA."""
     kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
@@ -84,73 +79,96 @@ def test_gradients_if_torch_pads_head_dim(num_heads_kv, monkeypatch):
         out = fa.scaled_dot_product_attention(q, k, v, **options)
         return torch.autograd.grad(out, (q, k, v), given)
 
-    for got, expected in zip(gradients("sdpa"), gradients("eager"), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients("sdpa"), gradients("eager"), rtol=1e-4, atol=1e-4)
     assert seen == [24]
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 33, 1), (33, 1), (1,), (3, 1, 33, 47)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_masks_are_dense_in_keys(shape, transposed):
-    """The last dimension of a mask is made contiguous for torch's memory-efficient kernel."""
+    """Masks are contiguous in their last dimension, as torch's memory-efficient kernel requires."""
     mask = torch.rand(shape) < 0.5
     mask = mask.mT.contiguous().mT if transposed and len(shape) > 1 else mask
     dense = sdpa._dense_in_keys(mask, 47)
-    assert dense.stride(-1) == 1 and dense.shape[-1] == 47
-    assert dense.shape[:-1] == mask.shape[:-1]  # other dimensions stay broadcast
+    assert dense.stride(-1) == 1
+    assert dense.shape == (*mask.shape[:-1], 47)  # other dimensions stay broadcast
     assert torch.equal(dense, mask.expand(*shape[:-1], 47))
     assert sdpa._dense_in_keys(dense, 47) is dense
 
 
-# ---- defects of cuDNN ---------------------------------------------------------------------------
+@pytest.fixture
+def received(monkeypatch):
+    """Return a function that makes a call of 8 heads, with 2 key/value heads, on a GPU.
 
-
-def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True):
-    """Return True if cuDNN is enabled during a call of torch's SDPA with fake CUDA operands.
-
-    The operands are plain namespaces: autograd cannot record CUDA operations without a GPU.
+    It returns the arguments of torch's function: the number of key heads and the scale. It also
+    returns whether cuDNN is allowed during the call.
     """
-    flags = []
 
-    def noted(query, *arguments, **options):
-        flags.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return torch.empty(())
+    def of(
+        capability=90,
+        *,
+        dtype=torch.bfloat16,
+        sizes=(64, 64),
+        masked=False,
+        learned_bias=False,
+        trains=False,
+        is_causal=False,
+        scale=None,
+    ):
+        given = []
 
-    monkeypatch.setattr(sdpa, "torch_sdpa", noted)
-    monkeypatch.setattr(sdpa, "_requiring_grad", lambda query, mask: query)
-    query, key, value = (
-        SimpleNamespace(
-            device=torch.device("cuda"), shape=(2, 4, n, 32), requires_grad=requires_grad
-        )
-        for n in (seqlen_q, 64, 64)
-    )
-    sdpa._attention(query, key, value, arguments, 0.0, None, False)
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # restored
-    return flags[0]
+        def noted(query, key, value, *rest, scale, enable_gqa):
+            assert enable_gqa == (key.shape[1] == 2)
+            given.append((key.shape[1], scale, torch.backends.cuda.cudnn_sdp_enabled()))
+            return query.new_empty((*query.shape[:3], value.shape[3]))
 
-
-def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
-    """cuDNN is disabled for masked calls that need gradients.
-
-    https://github.com/pytorch/pytorch/issues/196678
-    """
-    masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
-    assert not cudnn_is_enabled(monkeypatch, masked)
-    assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)
-    learned = sdpa.TorchArguments(torch.zeros(64, 64, requires_grad=True))
-    assert not cudnn_is_enabled(monkeypatch, learned, requires_grad=False)
-    with torch.no_grad():
-        assert cudnn_is_enabled(monkeypatch, masked)
-
-
-def test_cudnn_without_a_mask_tensor(monkeypatch):
-    """Without a mask tensor, cuDNN is disabled only for a single query with gradients."""
-    for arguments in (sdpa.TorchArguments(), sdpa.TorchArguments(is_causal=True)):
-        assert cudnn_is_enabled(monkeypatch, arguments)
-        assert not cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1)
-        monkeypatch.setattr(denylist, "capability_of", lambda device: 90)
+        monkeypatch.setattr(sdpa, "torch_sdpa", noted)
+        monkeypatch.setattr(sdpa, "_requiring_grad", lambda query, mask: query)  # reads the mask
+        for module in (sdpa, denylist):
+            monkeypatch.setattr(module, "capability_of", lambda device: capability)
         denylist._is_denied.cache_clear()
-        assert cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1, requires_grad=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there, mask = {"device": "cuda", "dtype": dtype}, None
+            q = torch.empty(2, 8, sizes[0], 64, **there, requires_grad=trains)
+            k = torch.empty(2, 2, sizes[1], 64, **there)
+            if masked:
+                mask = torch.empty(*sizes, device="cuda", dtype=torch.bool)
+            elif learned_bias:
+                mask = torch.empty(*sizes, **there, requires_grad=True)
+            sdpa._attention(q, k, k, sdpa.TorchArguments(mask, is_causal), 0.0, scale, True)
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # restored
+        heads, scale, cudnn = given[0]
+        return SimpleNamespace(heads=heads, scale=scale, cudnn=cudnn)
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    yield of
+    denylist._is_denied.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"masked": True}, True),
+        ({"masked": True, "trains": True}, False),  # pytorch/pytorch#196678
+        ({"masked": True, "trains": True, "capability": None}, False),
+        ({"learned_bias": True}, False),
+        ({"trains": True}, True),
+        ({"trains": True, "is_causal": True}, True),
+        ({"sizes": (1, 64)}, True),
+        ({"sizes": (1, 64), "trains": True}, False),
+        ({"sizes": (1, 64), "trains": True, "is_causal": True}, False),
+        ({"sizes": (1, 64), "capability": 100}, False),
+        ({"sizes": (2, 64), "capability": 100}, True),
+    ],
+    ids=str,
+)
+def test_cudnn_is_disabled_where_it_has_bugs(received, options, allowed):
+    assert received(**options).cudnn == allowed
+
+
+def test_cudnn_runs_masked_calls_under_no_grad(received):
+    with torch.no_grad():
+        assert received(masked=True, trains=True).cudnn
 
 
 @pytest.mark.parametrize(
@@ -201,7 +219,7 @@ def test_cudnn_under_compile(monkeypatch):
     def call(x, mask):
         return fa.scaled_dot_product_attention(x, x, x, mask, backend="sdpa")
 
-    want = torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+    want = F.scaled_dot_product_attention(x, x, x, mask)
     torch.testing.assert_close(call(x, mask).nan_to_num(), want.nan_to_num())
     switch = torch.nn.attention._sdpa_kernel
     assert nodes.count(switch) == 2
@@ -210,68 +228,25 @@ def test_cudnn_under_compile(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-# ---- what torch's kernels receive ---------------------------------------------------------------
-
-
-@pytest.fixture
-def received(monkeypatch):
-    """Return a function that makes a call of 8 heads, with 2 key/value heads, on a GPU.
-
-    It returns what torch's function receives: the number of key heads, the scale, and whether
-    cuDNN is allowed.
-    """
-
-    def of(capability, masked, *, dtype=torch.bfloat16, trains=False, sizes=(64, 64), **options):
-        given = []
-
-        def noted(query, key, value, *rest, scale, enable_gqa):
-            assert enable_gqa == (key.shape[1] == 2)
-            given.append((key.shape[1], scale, torch.backends.cuda.cudnn_sdp_enabled()))
-            return query.new_empty((*query.shape[:3], value.shape[3]))
-
-        monkeypatch.setattr(sdpa, "torch_sdpa", noted)
-        for module in (sdpa, denylist):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        denylist._is_denied.cache_clear()
-        is_causal, scale = options.get("is_causal", False), options.get("scale")
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            there = {"device": "cuda", "dtype": dtype}
-            q = torch.empty(2, 8, sizes[0], 64, **there, requires_grad=trains)
-            k = torch.empty(2, 2, sizes[1], 64, **there)
-            mask = torch.empty(*sizes, device="cuda", dtype=torch.bool) if masked else None
-            sdpa._attention(q, k, k, sdpa.TorchArguments(mask, is_causal), 0.0, scale, True)
-        return given[0]
-
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    yield of
-    denylist._is_denied.cache_clear()
-
-
 def test_grouped_heads_do_not_reach_the_math_kernel(received, monkeypatch):
-    """Keys are repeated where only the memory-efficient kernel, which lacks GQA, takes the call."""
-    assert received(80, True)[0] == 8
-    assert received(80, False)[0] == 2  # flash
-    assert received(80, False, dtype=torch.float32)[0] == 8
-    assert received(80, False, is_causal=True, sizes=(64, 70))[0] == 8
-    assert received(90, True)[0] == 2  # cuDNN
-    assert received(90, True, trains=True)[0] == 8
+    """Keys are repeated if the memory-efficient kernel, which lacks GQA, is the only candidate."""
+    assert received(80, masked=True).heads == 8
+    assert received(80).heads == 2  # flash
+    assert received(80, dtype=torch.float32).heads == 8
+    assert received(80, is_causal=True, sizes=(64, 70)).heads == 8
+    assert received(90, masked=True).heads == 2  # cuDNN
+    assert received(90, masked=True, trains=True).heads == 8
     monkeypatch.setattr(torch, "__version__", "2.14.0")
-    assert received(80, True)[0] == 2
-
-
-def test_cudnn_does_not_decode_on_blackwell(received):
-    assert not received(100, False, sizes=(1, 64))[2]
-    assert received(100, False, sizes=(2, 64))[2]
-    assert received(90, False, sizes=(1, 64))[2]
+    assert received(80, masked=True).heads == 2
 
 
 @pytest.mark.parametrize(("scale", "positive"), [(-0.5, 0.5), (0.0, 1.0), (0.5, 0.5)])
 def test_scales_are_positive(received, scale, positive):
-    assert received(80, False, scale=scale)[1] == positive
+    assert received(scale=scale).scale == positive
 
 
 def test_a_mask_alone_that_requires_grad():
-    """Query requires grad, too, but its values and the gradient of the mask stay."""
+    """query is made to require grad, but its values and the gradient of the mask do not change."""
     query, key = torch.randn(2, 1, 2, 4, 8)
     mask = torch.full((4, 4), 0.1).index_fill(1, torch.tensor([0]), float("-inf")).requires_grad_()
     required = sdpa._requiring_grad(query, mask)
@@ -281,6 +256,7 @@ def test_a_mask_alone_that_requires_grad():
 
 
 def test_masks_that_are_too_large_are_split(monkeypatch):
+    """A mask of more than _MAX_MASK elements per head is split by rows, unless it has one row."""
     monkeypatch.setattr(sdpa, "_MAX_MASK", 64)
     with FakeTensorMode():
         shapes = (1, 2, 20, 8), (1, 2, 8, 8), (1, 2, 20, 8), (1, 2, 1, 8)

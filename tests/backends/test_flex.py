@@ -4,13 +4,12 @@ The results come from FlexAttention's eager higher-order op, which has gradients
 from its compiled CPU kernel. tests/backends/test_flex_kernels.py runs its Triton kernels.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention.flex_attention import create_mask
 
 import fused_attn
+from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, flex, get_backend, problem_of, registry, verdicts
 from fused_attn.backends.flex import compiled, variant_of
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def problem(number):
-    """Return a random call, with structured masks, dense masks, a bias, ALiBi or packing."""
+    """Return a random call, with structured or dense masks, a bias, ALiBi or packed sequences."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2])
     if number % 4 == 3:
@@ -54,7 +54,7 @@ def problem(number):
         if draw.random() < 0.4:
             sizes = [draw.choice([1, size]) for size in shape]
             mask = mask & masks.bias(torch.randn(*sizes, generator=generator))
-        spec = spec_of_mask(mask, *shape, torch.device("cpu"))
+        spec = spec_of_mask(mask, *shape, CPU)
     batch, heads, seqlen_q, seqlen_k = shape
     query = torch.randn(batch, heads, seqlen_q, 16)
     key, value = torch.randn(2, batch, heads_kv, seqlen_k, 16)
@@ -64,16 +64,14 @@ def problem(number):
 def at_each_position(function, shape):
     """Return a tensor of a function's values at all positions (batch, head, query, key)."""
     for dim in (3, 2, 1, 0):
-        dims = [None] * 4
-        dims[dim] = 0
-        function = torch.vmap(function, in_dims=tuple(dims))
+        function = torch.vmap(function, in_dims=tuple(0 if d == dim else None for d in range(4)))
     return function(*(torch.arange(n) for n in shape))
 
 
 @pytest.mark.sampled("covered by the first 400 masks", start=[400, 600, 800])
 @pytest.mark.parametrize("start", range(0, 1000, 200))
 def test_masks_position_by_position(start):
-    """At each position, mask_mod and score_mod of 1,000 masks match the dense mask and bias."""
+    """mask_mod and score_mod of 1,000 masks match the dense mask and bias at each position."""
     for number in range(start, start + 200):
         call = problem(number)
         variant, operands = variant_of(call, False)
@@ -102,14 +100,10 @@ def by_eager_op(monkeypatch):
     """Run FlexAttention's eager op, which has gradients on the CPU, instead of Inductor's code."""
 
     def without_inductor(variant):
-        def run(*arguments):
-            torch._dynamo.reset()
-            own = torch.compile(
-                lambda *a: attend(variant, *a), backend="eager", fullgraph=True, dynamic=False
-            )
-            return own(*arguments)
-
-        return run
+        torch._dynamo.reset()
+        return torch.compile(
+            lambda *a: attend(variant, *a), backend="eager", fullgraph=True, dynamic=False
+        )
 
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex.FlexBackend, "unsupported", lambda self, problem: [])
@@ -151,7 +145,7 @@ def test_learned_bias(sizes, dtype):
 
 @pytest.mark.usefixtures("by_eager_op")
 def test_packed_sequences():
-    """Results for packed sequences meet the numerics contract, with lse, a bias and ALiBi."""
+    """Results of packed sequences with a bias and ALiBi are within the numerics contract."""
     lengths = torch.tensor([20, 0, 33, 7])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     mask = masks.causal() & masks.alibi(torch.rand(4, 4, generator=torch.Generator()))
@@ -169,8 +163,6 @@ def test_packed_sequences():
     assert_like_eager(function, tensors, torch.float32, "flex")
 
 
-# ---- compiled for the CPU -----------------------------------------------------------------------
-
 COMPILED = {
     "window_padding": lambda: masks.sliding_window(40, 9) & masks.padding([260, 100], [300, 250]),
     "documents_shuffled": lambda: masks.documents(torch.arange(300) % 3, torch.arange(260) % 4),
@@ -183,24 +175,22 @@ COMPILED = {
 @pytest.mark.sampled("covered by documents_shuffled", name=["window_padding", "dense_bias"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forward(name, monkeypatch):
-    """Inductor's CPU kernel matches the reference and skips unlisted blocks.
+    """Inductor's CPU kernel matches the reference, and skips blocks that the mask does not list.
 
     A second mask of the same kind reuses the compiled variant.
     """
-    query, key, value = (t.detach() for t in random_qkv(2, 4, 2, 300, 260, 32).values())
-    mask, options = COMPILED[name](), {"enable_gqa": True, "softcap": 20.0}
-    if name == "window_padding":  # NaN in padding reaches no result
-        key, value = key.clone(), value.clone()
+    query, key, value = random_qkv(2, 4, 2, 300, 260, 32).values()
+    if name == "window_padding":  # NaN in padding must not affect any result
         key[1, :, 100:] = value[1, :, 100:] = float("nan")
-    out = fused_attn.scaled_dot_product_attention(
-        query, key, value, mask, backend="flex", **options
-    )
-    want = fused_attn.scaled_dot_product_attention(
-        query, key, value, mask, backend="eager", **options
-    )
-    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
+
+    def call(mask, backend):
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, backend=backend, enable_gqa=True, softcap=20.0
+        )
+
+    mask, lists = COMPILED[name](), operands_file.block_lists
+    torch.testing.assert_close(call(mask, "flex"), call(mask, "eager"), rtol=2e-5, atol=2e-5)
     number = len(compiled._functions)
-    lists = operands_file.block_lists
 
     def without_blocks(intervals, block_size):
         made = lists(intervals, block_size)
@@ -209,19 +199,12 @@ def test_compiled_forward(name, monkeypatch):
         )
 
     monkeypatch.setattr(operands_file, "block_lists", without_blocks)
-    again = COMPILED[name]()
-    skipped = fused_attn.scaled_dot_product_attention(
-        query, key, value, again, backend="flex", **options
-    )
-    assert not skipped.any()
+    assert not call(COMPILED[name](), "flex").any()
     assert len(compiled._functions) == number
 
 
 def test_compilations_are_bounded(monkeypatch):
-    """Over 20 shapes, a mask needs at most two variants on average.
-
-    Each variant is compiled at most 1.2 times on average.
-    """
+    """For 20 shapes, there are at most two variants a mask, and 1.2 compilations a variant."""
     compile_, count = torch.compile, []
 
     def backend(graph, inputs):
@@ -236,13 +219,8 @@ def test_compilations_are_bounded(monkeypatch):
         shape = (draw.choice([1, 2, 3, 4]), 2, draw.randint(129, 600), draw.randint(129, 600))
         query, key = torch.zeros(*shape[:3], 16), torch.zeros(*shape[:2], shape[3], 16)
         for name in sorted(names):
-            call = AttentionCall(
-                query,
-                key,
-                key,
-                spec_of_mask(MASKS[name](*shape), *shape, query.device),
-                AttentionOptions(0.25),
-            )
+            spec = spec_of_mask(MASKS[name](*shape), *shape, CPU)
+            call = AttentionCall(query, key, key, spec, AttentionOptions(0.25))
             with torch.no_grad():
                 variant, operands = variant_of(call, False)
                 variant = variant._replace(device_type="cuda")
@@ -254,7 +232,7 @@ def test_compilations_are_bounded(monkeypatch):
 
 
 def test_operands_are_cached_by_device():
-    """Operands are cached per device, even if calls on several devices share one MaskSpec."""
+    """Operands are cached for each device, even if calls on two devices share one MaskSpec."""
     for device in ("cpu", "meta", "cpu"):
         query = torch.empty(1, 2, 40, 16, device=device)
         spec = spec_of(None, True, query, query)
@@ -304,106 +282,11 @@ def test_limit_of_compilations(monkeypatch):
     """At the limit on compiled variants, calls that need a new one warn and run on eager."""
     monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
     monkeypatch.setattr(compiled, "_functions", {})
-    query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
+    tensors = random_qkv(1, 2, 2, 40, 40, 16).values()
     with pytest.warns(UserWarning, match="has reached the limit of 0 compiled kinds of calls"):
-        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
-    want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
-    assert torch.equal(out, want)
+        out = F.scaled_dot_product_attention(*tensors, backend="flex")
+    assert torch.equal(out, F.scaled_dot_product_attention(*tensors, backend="eager"))
     assert not compiled._functions
-
-
-def test_failed_compilations(monkeypatch):
-    """Calls that cannot be compiled warn once and run on eager; compilation is not tried again."""
-    tries = []
-
-    def failing(variant):
-        tries.append(variant)
-        raise TorchDynamoException("no such kernel")
-
-    monkeypatch.setattr(compiled, "_compiled", failing)
-    monkeypatch.setattr(compiled, "_functions", {})
-    query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
-    want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
-    with pytest.warns(UserWarning, match="cannot compile this kind of call.*no such kernel"):
-        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
-    assert torch.equal(out, want)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
-    assert torch.equal(out, want) and len(tries) == 1
-
-
-def test_without_positions():
-    """Calls without queries return an empty output, and calls without keys return zeros."""
-    query, key = torch.empty(2, 2, 0, 16), torch.empty(2, 2, 5, 16)
-    out = fused_attn.scaled_dot_product_attention(query, key, key, backend="flex")
-    assert out.shape == query.shape
-    out = fused_attn.scaled_dot_product_attention(key, query, query, backend="flex")
-    assert not out.any()
-
-
-def test_selected_by_name_only():
-    """flex is opt-in on an unverified GPU, and a default call on the CPU does not warn."""
-    query = torch.randn(1, 2, 40, 16)
-    assert "flex" in fused_attn.available_backends()
-    there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
-    assert get_backend("flex").opt_in_reasons(there)
-    assert get_backend("flex").default_for("cuda") == "none"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fused_attn.scaled_dot_product_attention(query, query, query)
-
-
-# ---- the default --------------------------------------------------------------------------------
-
-
-def large(**properties):
-    """Return a GPU problem with large scores and softcap, which torch's SDPA does not support."""
-    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
-    return AttentionProblem(
-        torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}
-    )
-
-
-def test_default_in_place_of_large_scores():
-    """Calls with large scores that torch's SDPA refuses run on flex by default, not on eager."""
-    for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
-        assert registry.choose(problem)[0].name == "flex"
-        assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
-        assert registry.choose(problem, "eager")[0].name == "eager"
-    assert registry.choose(large(dropout=True))[0].name == "eager"
-    assert registry.choose(large(softcap=False))[0].name == "sdpa"
-
-
-def test_not_the_default_after_a_wrong_verdict(monkeypatch):
-    table = {
-        name: verdicts.ClassVerdict(False, None, verdicts.WRONG)
-        for name in verdicts.classes_of(large())
-    }
-    monkeypatch.setattr(verdicts, "_load", lambda backend, device: table)
-    verdicts.read_again()
-    try:
-        assert registry.choose(large())[0].name == "eager"
-    finally:
-        monkeypatch.undo()
-        verdicts.read_again()
-
-
-def test_large_scores_are_counted():
-    """large_scores is set only if torch's SDPA does not support a call and its scores are large."""
-    call = problem(0)
-    there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
-    there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
-    there = replace(there, mask=spec_of_mask(None, 2, 8, 4096, 4096, there.query.device))
-    for cap, result, expected in ((0.0, "out", False), (5.0, "out", True), (0.0, "lse", True)):
-        options = AttentionOptions(0.1, cap)
-        assert problem_of(replace(there, options=options), result).large_scores == expected
-    short = replace(there, query=there.query[:, :, :100], options=AttentionOptions(0.1, 5.0))
-    assert not problem_of(short).large_scores
-
-
-def test_warning_of_the_default():
-    assert "compiles a kernel" in get_backend("flex").fallback_warning("cuda")
 
 
 def test_verification_has_no_limit(monkeypatch):
@@ -414,8 +297,104 @@ def test_verification_has_no_limit(monkeypatch):
     assert compiled.at_limit(variant._replace(scale=0.77))
 
 
+@pytest.fixture
+def failing(monkeypatch):
+    """Make compiled functions raise an error when they are called; return a mock of them."""
+    function = mock.Mock(side_effect=TorchDynamoException("no such kernel"))
+    monkeypatch.setattr(compiled, "_compiled", lambda variant: function)
+    monkeypatch.setattr(compiled, "_functions", {})
+    return function
+
+
+def test_failed_compilations(failing):
+    """Calls that cannot be compiled warn once and run on eager; compilation is not tried again."""
+    tensors = random_qkv(1, 2, 2, 40, 40, 16).values()
+    want = F.scaled_dot_product_attention(*tensors, backend="eager")
+    with pytest.warns(UserWarning, match="cannot compile this kind of call.*no such kernel"):
+        out = F.scaled_dot_product_attention(*tensors, backend="flex")
+    assert torch.equal(out, want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = F.scaled_dot_product_attention(*tensors, backend="flex")
+    assert torch.equal(out, want)
+    failing.assert_called_once()
+
+
+@pytest.mark.usefixtures("failing")
+def test_verification_raises_compilation_errors():
+    """During verification, a call that cannot be compiled raises instead of running on eager."""
+    query = torch.randn(1, 1, 16, 16)
+    with verdicts.verifying():
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="cannot compile"):
+                F.scaled_dot_product_attention(query, query, query, backend="flex")
+
+
+def test_without_positions():
+    """Calls without queries return an empty output, and calls without keys return zeros."""
+    empty, some = torch.empty(2, 2, 0, 16), torch.empty(2, 2, 5, 16)
+    out = F.scaled_dot_product_attention(empty, some, some, backend="flex")
+    assert out.shape == empty.shape
+    assert not F.scaled_dot_product_attention(some, empty, empty, backend="flex").any()
+
+
+# ---- the default --------------------------------------------------------------------------------
+
+
+def test_selected_by_name_only():
+    """flex is opt-in on an unverified GPU, and a default call on the CPU does not warn."""
+    query = torch.randn(1, 2, 40, 16)
+    assert "flex" in fused_attn.available_backends()
+    there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
+    assert get_backend("flex").opt_in_reasons(there)
+    assert get_backend("flex").default_for("cuda") == "none"
+    assert "compiles a kernel" in get_backend("flex").fallback_warning("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        F.scaled_dot_product_attention(query, query, query)
+
+
+def large(**properties):
+    """Return a problem with large scores and softcap on a GPU, which torch does not support."""
+    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
+    return AttentionProblem(
+        torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}
+    )
+
+
+def test_default_for_large_scores():
+    """Calls that torch does not support run on flex by default if their scores are large."""
+    for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
+        assert registry.choose(problem)[0].name == "flex"
+        assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
+        assert registry.choose(problem, "eager")[0].name == "eager"
+    assert registry.choose(large(dropout=True))[0].name == "eager"
+    assert registry.choose(large(softcap=False))[0].name == "sdpa"
+
+
+@pytest.mark.usefixtures("verdict_folder")
+def test_not_the_default_after_a_wrong_verdict():
+    wrong = verdicts.ClassVerdict(False, None, verdicts.WRONG)
+    classes = dict.fromkeys(verdicts.classes_of(large()), wrong)
+    verdicts.store(verdicts.identity("flex", large().device), classes)
+    assert registry.choose(large())[0].name == "eager"
+
+
+def test_large_scores_are_counted():
+    """large_scores is True only if torch does not support a call and its scores are large."""
+    x = torch.empty(2, 8, 4096, 64, device="meta")
+    spec = spec_of_mask(None, 2, 8, 4096, 4096, x.device)
+    there = AttentionCall(x, x, x, spec, AttentionOptions(0.1))
+    for cap, result, expected in ((0.0, "out", False), (5.0, "out", True), (0.0, "lse", True)):
+        options = AttentionOptions(0.1, cap)
+        assert problem_of(replace(there, options=options), result).large_scores == expected
+    short = replace(there, query=x[:, :, :100], options=AttentionOptions(0.1, 5.0))
+    assert not problem_of(short).large_scores
+
+
 @pytest.mark.parametrize("lacks", ["AuxRequest", "BACKEND"])
 def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
+    """flex is unavailable if torch's source code lacks a feature, whatever torch's version is."""
     source = Path(torch_flex.__file__)
     assert flex._missing_features() == []
     folder = tmp_path / "nn" / "attention"
@@ -424,18 +403,3 @@ def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     (reason,) = flex._missing_features()
     assert lacks in reason
-
-
-def test_verification_raises_compilation_errors(monkeypatch):
-    """During verification, a call that cannot be compiled raises instead of running on eager."""
-
-    def fails(*arguments):
-        raise TorchDynamoException("no kernel")
-
-    monkeypatch.setattr(compiled, "_compiled", lambda variant: fails)
-    monkeypatch.setattr(compiled, "_functions", {})
-    query = torch.randn(1, 1, 16, 16)
-    with verdicts.verifying():
-        for _ in range(2):
-            with pytest.raises(NotImplementedError, match="cannot compile"):
-                fused_attn.scaled_dot_product_attention(query, query, query, backend="flex")

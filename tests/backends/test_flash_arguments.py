@@ -1,15 +1,28 @@
 """Backend "flash": the arguments passed to the engines, call options, and torch.compile."""
 
-from __future__ import annotations
-
 import flash_models
 import pytest
 import torch
 from helpers import deterministic
 
-import fused_attn
+from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends.flash.engines import aligned
+
+
+def tensors(*sizes, **options):
+    """Return a (2, 2, size, 16) tensor for each size."""
+    return [torch.randn(2, 2, n, 16, dtype=torch.float64, **options) for n in sizes]
+
+
+def calls_of(*arguments, **options):
+    """Return the arguments of the engine's calls, after a check of their results."""
+    got, wanted = (
+        F.scaled_dot_product_attention(*arguments, **options, backend=name)
+        for name in ("flash", "eager")
+    )
+    torch.testing.assert_close(got, wanted)
+    return flash_models.calls
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "flash-attn-4"])
@@ -31,41 +44,32 @@ from fused_attn.backends.flash.engines import aligned
     ids=str,
 )
 def test_windows(install, name, mask, sizes, expected):
-    """Engines receive windows relative to the last query and key; None or -1 means no limit."""
+    """Windows are passed relative to the last query and key; None or -1 means no limit."""
     install(name)
-    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in sizes)
-    arguments = query, key, key, mask
-    out = fused_attn.scaled_dot_product_attention(*arguments, backend="flash")
-    torch.testing.assert_close(
-        out, fused_attn.scaled_dot_product_attention(*arguments, backend="eager")
-    )
-    given, unlimited = flash_models.calls[-1], None if name == "flash-attn-4" else -1
+    query, key = tensors(*sizes)
+    given = calls_of(query, key, key, mask)[-1]
     causal, *sides, keys = expected
+    unlimited = None if name == "flash-attn-4" else -1
     assert given["causal"] is causal and given["k"].shape[1] == keys
     assert given["window_size"] == tuple(unlimited if side is None else side for side in sides)
 
 
 def test_no_key_is_visible(install):
     install("flash-attn")
-    query, key = (torch.randn(1, 2, n, 16, dtype=torch.float64) for n in (3, 20))
+    query, key = tensors(3, 20)
     mask = masks.sliding_window(-1, 0) & masks.sliding_window(0, -1, "bottom_right")
-    out, lse = fused_attn.scaled_dot_product_attention(
-        query, key, key, mask, return_lse=True, backend="flash"
-    )
-    assert not out.any() and (lse == float("-inf")).all()
-    assert not flash_models.calls
+    assert not calls_of(query, key, key, mask, return_lse=True)
 
 
 def test_rows_stay_in_place(install):
-    """Padding is not copied: the mask caches cu_seqlens, in which it forms separate sequences."""
+    """Padded batches are not copied: in cu_seqlens, padding forms sequences of its own."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
     mask = masks.padding(lengths, lengths) & masks.causal()
     for _ in range(2):
-        fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
-    first, second = flash_models.calls
-    assert first["cu_seqlens_q"] is second["cu_seqlens_q"]
+        first, *others = calls_of(query, query, query, mask)
+    assert len(others) == 1 and first["cu_seqlens_q"] is others[0]["cu_seqlens_q"]  # cached
     assert first["cu_seqlens_q"].tolist() == [0, 4, 10, 10, 17, 20, 20]
     assert first["cu_seqlens_k"].tolist() == [0, 4, 4, 10, 17, 17, 20]
     assert first["q"].data_ptr() == query.data_ptr()
@@ -73,12 +77,10 @@ def test_rows_stay_in_place(install):
 
 
 def test_top_left_causal_over_padding_keys(install):
-    """A second, full call computes the queries after the last real key."""
+    """A second call, without a mask, computes the queries after the last real key."""
     install("flash-attn")
-    query = torch.randn(2, 2, 10, 16, dtype=torch.float64)
-    mask = masks.causal() & masks.padding([4, 10])
-    fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
-    first, second = flash_models.calls
+    (query,) = tensors(10)
+    first, second = calls_of(query, query, query, masks.causal() & masks.padding([4, 10]))
     assert first["causal"] and not second["causal"]
     counts = [[c[f"cu_seqlens_{side}"].diff().tolist() for side in "qk"] for c in (first, second)]
     assert counts[0] == [[4, 6, 0, 0, 10, 0, 0, 0], [4, 0, 0, 6, 10, 0, 0, 0]]
@@ -90,14 +92,10 @@ def test_top_left_causal_over_padding_keys(install):
 def test_top_left_window_over_left_padding(install, sides, seqlen_k):
     """Top-left windows are supported with left padding: all sequences end at the same position."""
     install("flash-attn-4")
-    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (12, seqlen_k))
+    query, key = tensors(12, seqlen_k)
     mask = masks.sliding_window(*sides) & masks.padding([5, 11], side="left")
-    got, wanted = (
-        fused_attn.scaled_dot_product_attention(query, key, key, mask, backend=name)
-        for name in ("flash", "eager")
-    )
-    torch.testing.assert_close(got, wanted)
-    offset, (left, right) = seqlen_k - 12, flash_models.calls[-1]["window_size"]
+    left, right = calls_of(query, key, key, mask)[-1]["window_size"]
+    offset = seqlen_k - 12
     assert left == (None if sides[0] < 0 else sides[0] + offset)
     assert right == (None if sides[1] < 0 else sides[1] - offset)
 
@@ -105,38 +103,31 @@ def test_top_left_window_over_left_padding(install, sides, seqlen_k):
 def test_one_query(install):
     """Calls with one query pass max_seqlen_q=2, because 1 has a special meaning in flash-attn."""
     install("flash-attn")
-    query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
-    got, wanted = (
-        fused_attn.scaled_dot_product_attention(
-            query, key, key, masks.padding([4, 9]), enable_gqa=True, backend=name
-        )
-        for name in ("flash", "eager")
-    )
-    torch.testing.assert_close(got, wanted)
-    assert flash_models.calls[-1]["max_seqlen_q"] == 2
+    query, key = tensors(1, 9)
+    query = torch.cat([query, query], 1)
+    call = calls_of(query, key, key, masks.padding([4, 9]), enable_gqa=True)[-1]
+    assert call["max_seqlen_q"] == 2
 
 
 def test_misaligned_rows_are_copied(install):
-    """Rows that are not aligned to 16 bytes are copied, because kernels load 16 bytes at a time."""
+    """Rows that are not aligned to 16 bytes are copied: the kernels load 16 bytes at a time."""
     install("flash-attn")
     rows = torch.randn(1, 9, 2, 3 * 16 + 1, dtype=torch.float64).transpose(1, 2)
     query, key = rows[..., :16], rows[..., 1:17]
-    fused_attn.scaled_dot_product_attention(query, key, query, backend="flash")
-    call = flash_models.calls[-1]
+    call = calls_of(query, key, query)[-1]
     assert all(call[name].is_contiguous() for name in "qkv")
 
 
 def test_deterministic(install):
     install("flash-attn")
-    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+    (query,) = tensors(8)
     with deterministic():
-        fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
-    fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
-    assert [call["deterministic"] for call in flash_models.calls] == [True, False]
+        calls_of(query, query, query)
+    assert [call["deterministic"] for call in calls_of(query, query, query)] == [True, False]
 
 
 def test_early_flash_attn_3(install, monkeypatch):
-    """Early builds of flash-attn 3, which always return (out, lse), match eager attention."""
+    """Early builds of flash-attn 3 are supported, which always return (out, lse)."""
     install("flash-attn-3")
 
     def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):
@@ -145,21 +136,15 @@ def test_early_flash_attn_3(install, monkeypatch):
         )
 
     monkeypatch.setattr(flash_models.MODULES["flash-attn-3"], "flash_attn_func", early)
-    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
-    for want_lse in (False, True):
-        got, wanted = (
-            fused_attn.scaled_dot_product_attention(
-                query, query, query, return_lse=want_lse, backend=name
-            )
-            for name in ("flash", "eager")
-        )
-        torch.testing.assert_close(got, wanted)
+    (query,) = tensors(8)
+    for return_lse in (False, True):
+        assert calls_of(query, query, query, return_lse=return_lse)
 
 
 def test_second_derivatives_are_an_error(install):
     install("flash-attn")
-    query = torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True)
-    out = fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
+    (query,) = tensors(8, requires_grad=True)
+    out = F.scaled_dot_product_attention(query, query, query, backend="flash")
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="does not support second derivatives"):
         grad.square().sum().backward()
@@ -168,33 +153,22 @@ def test_second_derivatives_are_an_error(install):
 def test_sinks(install):
     """With attention sinks, the engine runs once, and the backend rescales its output."""
     install("flash-attn")
-    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (3, 9))
-    got, wanted = (
-        fused_attn.scaled_dot_product_attention(query, key, key, sinks=torch.ones(2), backend=name)
-        for name in ("flash", "eager")
-    )
-    torch.testing.assert_close(got, wanted)
-    assert len(flash_models.calls) == 1
+    query, key = tensors(3, 9)
+    assert len(calls_of(query, key, key, sinks=torch.ones(2))) == 1
 
 
 def test_torch_compile(install):
-    """Compiling an engine that cannot be traced raises an error instead of falling back."""
-    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
-
-    def attend(query):
-        return fused_attn.scaled_dot_product_attention(
-            query, query, query, is_causal=True, backend="flash"
-        )
-
+    """Under torch.compile, an engine that cannot be traced raises an error."""
     install("flash-attn-4")
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    (query,) = tensors(8)
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"flash-attn-4 cannot be traced by torch\.compile"):
-        compiled(query)
+        compiled(query, query, query, is_causal=True, backend="flash")
     assert not flash_models.calls
 
 
 def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options):
-    """Compute causal or full attention over packed rows, with traceable torch operations."""
+    """Compute attention over packed rows with operations that torch.compile can trace."""
     rows = [torch.arange(len(t)) for t in (q, k)]
     ends = [c[1:].contiguous() for c in (cu_seqlens_q, cu_seqlens_k)]
     ids = [torch.searchsorted(e, row, right=True) for e, row in zip(ends, rows, strict=True)]
@@ -212,11 +186,11 @@ def test_one_graph(install, monkeypatch, dynamic):
     install("flash-attn")
     module = flash_models.MODULES["flash-attn"]
     monkeypatch.setattr(module, "flash_attn_varlen_func", traceable_varlen)
-    query = torch.randn(2, 2, 8, 16, dtype=torch.float64, requires_grad=True)
+    (query,) = tensors(8, requires_grad=True)
 
     def attend(query, lengths, backend):
         mask = masks.causal() & masks.padding(lengths, lengths)
-        return fused_attn.scaled_dot_product_attention(query, query, query, mask, backend=backend)
+        return F.scaled_dot_product_attention(query, query, query, mask, backend=backend)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     lengths = torch.tensor([3, 8])
@@ -229,11 +203,11 @@ def test_one_graph(install, monkeypatch, dynamic):
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @pytest.mark.parametrize("name", flash_models.ENGINES)
 def test_scales_that_are_not_positive(install, name, scale):
-    """The engines scale masked scores of -inf, so they receive positive scales."""
+    """Engines receive positive scales, because they multiply masked scores of -inf by the scale."""
     install(name)
-    x = torch.randn(2, 2, 20, 16, dtype=torch.float64, requires_grad=True)
+    (x,) = tensors(20, requires_grad=True)
     outs = [
-        fused_attn.scaled_dot_product_attention(
+        F.scaled_dot_product_attention(
             x, x, x, masks.padding([20, 7]), is_causal=True, scale=scale, backend=backend
         )
         for backend in ("flash", "eager")

@@ -1,7 +1,5 @@
 """Fixture of the tests of backend "flash"."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

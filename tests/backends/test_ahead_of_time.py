@@ -1,7 +1,5 @@
 """Triton kernels compile for four GPU architectures, within limits on spills and shared memory."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Container, Iterable

@@ -1,7 +1,5 @@
 """The choice of a backend is cached, so repeated calls neither read files nor choose again."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

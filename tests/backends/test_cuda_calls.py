@@ -1,7 +1,5 @@
 """Calls to the CUDA backend: launched kernels, cached masks, alignment and CUDA graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

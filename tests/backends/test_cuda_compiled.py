@@ -1,7 +1,5 @@
 """nvcc compiles 16-bit attention and the other CUDA kernels without register spills."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 `make emulator` builds the emulator and the kernels in tests/cuda_emulator/check_kernels.cpp.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import re

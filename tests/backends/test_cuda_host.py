@@ -1,7 +1,5 @@
 """Host code of the CUDA backend: tensor layouts, summaries of masks, and errors."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Blocks compute several rounds of rows. Some rows are wide, misaligned or of odd length.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import BACKENDS, assert_like_eager, device_of, short

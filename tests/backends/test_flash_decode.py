@@ -1,7 +1,5 @@
 """Backend "flash": decoding with a KV cache and stand-ins for the engines."""
 
-from __future__ import annotations
-
 import random
 
 import flash_models

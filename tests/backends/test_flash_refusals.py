@@ -1,10 +1,7 @@
 """Backend "flash": refused calls, supported GPUs, and the signatures of the engines."""
 
-from __future__ import annotations
-
 import ast
 import inspect
-import sys
 from importlib import metadata
 
 import flash_models
@@ -15,7 +12,7 @@ from helpers import deterministic
 
 import fused_attn
 from fused_attn import masks
-from fused_attn.backends import AttentionProblem, denylist, flash, get_backend, verdicts
+from fused_attn.backends import AttentionProblem, denylist, get_backend, verdicts
 from fused_attn.backends.flash import engines
 from fused_attn.backends.problem import NormProblem
 from fused_attn.masks.band import Band, band_of
@@ -24,17 +21,14 @@ from fused_attn.masks.spec import spec_of_mask
 FLASH = get_backend("flash")
 
 
-# ---- signatures ---------------------------------------------------------------------------------
-
-
 def arguments_of(source, name):
     """Return the arguments of a function in source code as a dict: name -> default as text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            positional = node.args.posonlyargs + node.args.args
-            missing = [None] * (len(positional) - len(node.args.defaults))
-            defaults = missing + [ast.unparse(d) for d in node.args.defaults]
-            return {a.arg: d for a, d in zip(positional, defaults, strict=True)}
+            names = [a.arg for a in node.args.posonlyargs + node.args.args]
+            defaults = map(ast.unparse, node.args.defaults)
+            required = dict.fromkeys(names[: len(names) - len(node.args.defaults)])
+            return required | dict(zip(names[len(required) :], defaults, strict=True))
     raise AssertionError(f"no function {name}")
 
 
@@ -45,11 +39,10 @@ def test_signatures(name):
         original = metadata.distribution(name).locate_file(flash_models.FILES[name]).read_text()
     except (metadata.PackageNotFoundError, FileNotFoundError):
         pytest.skip(f"reason: {name} is not installed")
+    own = inspect.getsource(flash_models)
     for function, model in vars(flash_models.MODULES[name]).items():
-        if not callable(model):
-            continue
-        own = arguments_of(inspect.getsource(sys.modules[model.__module__]), model.__name__)
-        assert own == arguments_of(original, function)
+        if callable(model):
+            assert arguments_of(own, model.__name__) == arguments_of(original, function)
 
 
 def test_signature_of_torch():
@@ -58,15 +51,12 @@ def test_signature_of_torch():
     from torch.nn.attention import varlen
 
     own, original = (
-        inspect.signature(f).parameters for f in (flash_models.varlen_attn, varlen.varlen_attn)
+        [(p.name, p.default, p.kind) for p in inspect.signature(f).parameters.values()]
+        for f in (flash_models.varlen_attn, varlen.varlen_attn)
     )
-    assert [(p.name, p.default, p.kind) for p in own.values()] == [
-        (p.name, p.default, p.kind) for p in original.values()
-    ]
+    assert own == original
     assert varlen.AuxRequest._fields == flash_models.AuxRequest._fields
 
-
-# ---- refusals -----------------------------------------------------------------------------------
 
 FA2, FA3, FA4, VARLEN = "flash-attn", "flash-attn-3", "flash-attn-4", "torch.nn.attention.varlen"
 OTHER_MASK = "supports only causal masks, windows, padding and ALiBi, not this mask"
@@ -125,22 +115,18 @@ def test_refusals(install, name, properties, reason):
 
 
 def test_masks_other_than_bands(install):
-    """Masks that are not a single band with lengths are refused.
-
-    Examples are prefixes, documents, bands with two alignments, and padding in packed sequences.
-    """
+    """Masks are refused unless they are a single band with lengths."""
     install(*ENGINES)
     query = torch.randn(2, 2, 8, 16, dtype=torch.float64)
-    lengths = masks.padding([3, 8])
-    ids = torch.arange(8) // 4
-    both = masks.sliding_window(2, 0) & masks.sliding_window(3, 3, "bottom_right")
-    for mask in (masks.prefix_lm([3, 8]), masks.documents(ids), both & lengths):
+    lengths, documents = masks.padding([3, 8]), masks.documents(torch.arange(8) // 4)
+    two_alignments = masks.sliding_window(2, 0) & masks.sliding_window(3, 3, "bottom_right")
+    for mask in (masks.prefix_lm([3, 8]), documents, two_alignments & lengths):
         assert band_of(spec_of_mask(mask, 2, 2, 8, 8, query.device)) is None
         with pytest.raises(NotImplementedError, match=OTHER_MASK):
             fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
     starts = torch.tensor([0, 8, 16])
     rows = query.transpose(1, 2).flatten(0, 1)
-    with pytest.raises(NotImplementedError, match=OTHER_MASK):  # lengths within packed sequences
+    with pytest.raises(NotImplementedError, match=OTHER_MASK):  # padding in packed sequences
         fused_attn.varlen_attention(
             rows, rows, rows, starts, starts, 8, 8, lengths, backend="flash"
         )
@@ -161,7 +147,7 @@ def test_norms_and_machines_without_engines(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "taken"),
+    ("name", "capability", "supported"),
     [
         (FA2, 75, False), (FA2, 80, True), (FA2, 120, True),
         (FA3, 89, False), (FA3, 90, True), (FA3, 100, False),
@@ -169,41 +155,39 @@ def test_norms_and_machines_without_engines(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_gpus(install, monkeypatch, name, capability, taken):
+def test_gpus(install, monkeypatch, name, capability, supported):
     install(name)
     monkeypatch.setattr(engines, "capability_of", lambda device: capability)
-    own = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
-    reasons = FLASH.unsupported(own)
-    number = f"{capability // 10}.{capability % 10}"
-    assert reasons == ([] if taken else [f"{name} does not support compute capability {number}"])
+    reasons = FLASH.unsupported(AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64))
+    reason = f"{name} does not support compute capability {capability / 10}"
+    assert reasons == ([] if supported else [reason])
+
+
+DEFECTS = denylist.DEFECTS  # the fixture `install` removes them
 
 
 @pytest.mark.parametrize(
     ("capability", "sizes", "mask", "number"),
     [
-        (9, (64, 64), "causal", 1915), (9, (64, 64), "none", None), (10, (64, 64), "causal", None),
-        (9, (192, 128), "none", 2087), (10, (192, 128), "none", None),
-        (10, (256, 256), "none", 3216), (9, (256, 256), "none", None),
+        (90, (64, 64), "causal", 1915), (90, (64, 64), "none", None),
+        (100, (64, 64), "causal", None),
+        (90, (192, 128), "none", 2087), (100, (192, 128), "none", None),
+        (100, (256, 256), "none", 3216), (90, (256, 256), "none", None),
     ],
 )  # fmt: skip
 def test_denylist(install, monkeypatch, capability, sizes, mask, number):
     """Calls with a known bug in flash-attn-4's backward are refused only if they need gradients."""
-    known = denylist.DEFECTS
-    monkeypatch.undo()
-    monkeypatch.setattr(engines, "no_gpu", list)
-    monkeypatch.setattr(engines, "version_of", VERSIONS.get)
-    monkeypatch.setattr(denylist, "capability_of", lambda device: 10 * capability)
+    install(FA4)
+    monkeypatch.setattr(denylist, "DEFECTS", DEFECTS)
     monkeypatch.setattr(denylist, "version_of", VERSIONS.get)
-    monkeypatch.setattr(engines, "capability_of", lambda device: 10 * capability)
-    monkeypatch.setattr(flash, "ENGINES", (ENGINES[FA4],))
-    assert known == {} and len(denylist.DEFECTS) >= 5
+    for module in (denylist, engines):
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
     there = torch.device("cuda"), torch.bfloat16, *sizes
     shape = {"mask": mask, "seqlen_q": 20, "seqlen_k": 20}
     assert FLASH.unsupported(AttentionProblem(*there, **shape)) == []
     reasons = FLASH.unsupported(AttentionProblem(*there, **shape, needs_grad=True))
-    assert [f"/issues/{number})" in reason for reason in reasons] == (
-        [] if number is None else [True]
-    )
+    assert len(reasons) == (number is not None)
+    assert all(f"/issues/{number})" in reason for reason in reasons)
 
 
 def test_selected_by_name_only():
@@ -217,7 +201,7 @@ def test_selected_by_name_only():
 
 
 def test_deterministic_backwards_of_wide_heads(install):
-    """The choice is not cached across torch.use_deterministic_algorithms."""
+    """The cached choice of an engine depends on torch.use_deterministic_algorithms."""
     install("flash-attn-3")
     sizes = {"head_dim": 256, "head_dim_v": 256, "seqlen_q": 20, "seqlen_k": 20}
     problem = AttentionProblem(torch.device("cuda"), torch.bfloat16, needs_grad=True, **sizes)

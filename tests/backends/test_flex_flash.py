@@ -4,8 +4,6 @@ On Blackwell, FlashAttention-4 evaluates a mask function for 32 keys at once if 
 shows that the visible keys of a query are a union of intervals.
 """
 
-from __future__ import annotations
-
 import types
 
 import pytest

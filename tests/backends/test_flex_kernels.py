@@ -6,8 +6,6 @@ tests use private hooks of Inductor, so they run only with the versions of torch
 they were written for.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 

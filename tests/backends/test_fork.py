@@ -1,7 +1,5 @@
 """If a process has run kernels on several threads, its forked child warns and uses one thread."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

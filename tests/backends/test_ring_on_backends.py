@@ -1,7 +1,5 @@
 """Ring attention on each backend, in one process, with permuted rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import BACKENDS, assert_like_eager, device_of, drawn, random_qkv

@@ -1,7 +1,5 @@
 """Calls while another thread compiles, and use_backend blocks that end out of order."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

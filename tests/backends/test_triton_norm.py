@@ -1,7 +1,5 @@
 """Triton norms with rows that span several chunks, and with weights of a different dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import BACKENDS, assert_like_eager, device_of, short

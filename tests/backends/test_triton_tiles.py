@@ -1,7 +1,5 @@
 """The Triton backend classifies tiles by rows and by columns, like csrc/block_ranges.h."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton tuner with fake timings: candidates, overrides, choice and printed rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import INTERPRETED

@@ -1,4 +1,4 @@
-"""The emulator that runs the CUDA kernels in tests: its results, and the mistakes it detects.
+"""The emulator of CUDA kernels: its results, and the mistakes in kernels that it detects.
 
 `make emulator` builds the emulator and the kernels in tests/cuda_emulator/check_kernels.cpp.
 """
@@ -39,7 +39,6 @@ def settings(seed: int = 0, race_check: bool = True) -> None:
 
 @pytest.fixture(autouse=True)
 def _default_settings() -> Iterator[None]:
-    settings()
     yield
     settings()
 
@@ -58,19 +57,16 @@ def line_of(text: str) -> int:
     return line
 
 
-# ---- numbers ------------------------------------------------------------------------------------
-
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def matmul(module: ModuleType, dtype: str, mistake: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a product of matrices by the emulated kernel and in float64; padding rows are NaN."""
+    """Return a matrix product of the emulated kernel, and the same in float64; padding is NaN."""
     m, n, k = 150, 128, 160
     torch.manual_seed(0)
     a = torch.full((192, k), torch.nan, dtype=DTYPES[dtype])
     a[:m] = torch.randn(m, k)
-    b = torch.randn(k, n).to(a)
-    c = torch.full((m, n), torch.nan)
+    b, c = torch.randn(k, n).to(a), torch.full((m, n), torch.nan)
     grid = {"blocks": 6, "threads": 128, "shared_size": 3 * 8192}
     run(module, f"matmul_{dtype}", [a, b, c], sizes=[m, n, k], mistake=mistake, **grid)
     return c, a[:m].double() @ b.double()
@@ -98,8 +94,7 @@ def test_matmul_tf32(module: ModuleType, round_operands: bool) -> None:
 
 
 def test_float16_denormals_and_specials(module: ModuleType) -> None:
-    a = torch.zeros(64, 32, dtype=torch.float16)
-    b = torch.zeros(32, 64, dtype=torch.float16)
+    a, b = (torch.zeros(*size, dtype=torch.float16) for size in ((64, 32), (32, 64)))
     a[0, 0], b[0] = 2.0**-24, 1.0
     a[1, 1], a[2, 1], b[1, 1] = torch.inf, -65504.0, 2.0**-15
     a[3, 2] = torch.nan
@@ -114,9 +109,8 @@ def test_float16_denormals_and_specials(module: ModuleType) -> None:
 def test_conversions(module: ModuleType) -> None:
     torch.manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32)
-    # halfway between two bfloat16 numbers
-    ties = torch.arange(0, 2**16, dtype=torch.int32) << 16 | 0x8000
-    half_ties = (torch.arange(-200, 200) + 0.5) * 2.0**-24
+    ties = torch.arange(0, 2**16, dtype=torch.int32) << 16 | 0x8000  # between bfloat16 numbers
+    half_ties = (torch.arange(-200, 200) + 0.5) * 2.0**-24  # between float16 numbers
     edges = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.9, 65520.0, 3.4e38]
     values = [bits.view(torch.float32), ties.view(torch.float32), half_ties, torch.tensor(edges)]
     x = torch.cat([*values, torch.linspace(-160.0, 130.0, 5000)])
@@ -152,9 +146,6 @@ def test_collectives(module: ModuleType, threads: int) -> None:
     assert count.item() == blocks * threads
 
 
-# ---- mistakes -----------------------------------------------------------------------------------
-
-
 def errors(mistake: Callable[[], object]) -> list[str]:
     """Assert that a mistake raises an error with each of 8 seeds; return the error messages."""
     messages = []
@@ -173,7 +164,7 @@ COPIED = "race: touches what a copy that was not waited for writes"
 
 
 def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[str, str]) -> None:
-    """Assert that each message describes the race and names both of its lines, in either order."""
+    """Assert that each message describes the race and both of its lines, in either order."""
     first, second = map(lines_of, lines)
     pattern = re.compile(
         rf"{kernel} could not be launched with .*: check_kernels.cpp:(\d+): "
@@ -182,10 +173,9 @@ def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[s
     )
     for message in messages:
         match = pattern.fullmatch(message)
-        assert match is not None, message
+        assert match is not None and match[2] in said, message
         here, there = int(match[1]), int(match[3])
         assert (here in first and there in second) or (here in second and there in first), message
-        assert match[2] in said, message
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,8 +189,7 @@ def assert_race(messages: list[str], kernel: str, said: set[str], lines: tuple[s
 )
 def test_planted_races(module: ModuleType, dtype: str, mistake: str, said: set[str]) -> None:
     messages = errors(lambda: matmul(module, dtype, mistake))
-    lines = ("copy_async(base", "load_matrices")
-    assert_race(messages, f"matmul_{dtype}", said, lines)
+    assert_race(messages, f"matmul_{dtype}", said, ("copy_async(base", "load_matrices"))
     settings(race_check=False)
     got, expected = matmul(module, dtype, mistake)
     assert not (got - expected).abs().max() < 1e-4
@@ -229,43 +218,41 @@ def test_pairs(module: ModuleType, seed: int) -> None:
     assert pairs(module).eq(10 * (thread ^ 32) + 45 + (thread ^ 1)).all()
 
 
+INT = ("store_shared<int>(thread", "sum += load_shared")
+UINT16 = ("store_shared<uint16_t>", "load_shared<uint16_t>")
+
+
 @pytest.mark.parametrize(
     ("mistake", "said", "lines"),
     [
-        ("no sync_block", {READ}, ("store_shared<int>(thread", "sum += load_shared")),
-        ("ended warp", {WRITTEN}, ("store_shared<int>(thread", "sum += load_shared")),
-        ("early store", {WRITTEN}, ("store_shared<int>(thread", "sum += load_shared")),
-        ("no sync_warp", {READ}, ("store_shared<uint16_t>", "load_shared<uint16_t>")),
+        ("no sync_block", READ, INT),
+        ("ended warp", WRITTEN, INT),
+        ("early store", WRITTEN, INT),
+        ("no sync_warp", READ, UINT16),
     ],
 )
-def test_races(module: ModuleType, mistake: str, said: set[str], lines: tuple[str, str]) -> None:
-    assert_race(errors(lambda: pairs(module, mistake)), "pairs", said, lines)
+def test_races(module: ModuleType, mistake: str, said: str, lines: tuple[str, str]) -> None:
+    assert_race(errors(lambda: pairs(module, mistake)), "pairs", {said}, lines)
 
 
-MISTAKES = {
-    "misaligned": ["store_shared<float>", r"shared address \d+ is no multiple of 4"],
-    "out of bounds": ["load_shared<Chunk>", r"16 bytes at shared address \d+, of 1024 bytes"],
-    "misaligned matrix": ["load_matrices(r", "shared address 776 is no multiple of 16"],
-    "misaligned source": ["copy_async(0,", r"global address \S+ is null or no multiple of 16"],
-    "misaligned chunk": ["load_chunk(", r"global address \S+ is null or no multiple of 16"],
-}
+GLOBAL = r"\d+: global address \S+ is null or no multiple of 16"
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(module: ModuleType, mistake: str) -> None:
-    line, said = MISTAKES[mistake]
+@pytest.mark.parametrize(
+    ("mistake", "line", "said"),
+    [
+        ("misaligned", "store_shared<float>", r"\d+: shared address \d+ is no multiple of 4"),
+        ("out of bounds", "load_shared<Chunk>", r"\d+: 16 bytes at shared .* 1024 bytes"),
+        ("misaligned matrix", "load_matrices(r", "37: shared address 776 is no multiple of 16"),
+        ("misaligned source", "copy_async(0,", GLOBAL),
+        ("misaligned chunk", "load_chunk(", GLOBAL),
+    ],
+)
+def test_mistakes(module: ModuleType, mistake: str, line: str, said: str) -> None:
+    place = f"check_kernels.cpp:{line_of(line)}: block 0, thread "
     for message in errors(lambda: pairs(module, mistake)):
-        start = (
-            "pairs could not be launched with .*: "
-            f"check_kernels.cpp:{line_of(line)}: block 0, thread \\d+: "
-        )
-        assert re.fullmatch(start + said, message), message
+        assert re.fullmatch(f"pairs could not be launched with .*: {place}{said}", message), message
     assert pairs(module).ne(0).all()
-
-
-def test_errors_name_the_thread(module: ModuleType) -> None:
-    for message in errors(lambda: pairs(module, "misaligned matrix")):
-        assert "block 0, thread 37: shared address 776" in message
 
 
 def test_diverged_lanes(module: ModuleType) -> None:

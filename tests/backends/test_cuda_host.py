@@ -50,18 +50,17 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ranges_of_document_ids(batch, seqlen):
     """The range of document ids in each tile is exact, even if sequences share one row of ids."""
-    sequences = 3
     generator = torch.Generator().manual_seed(seqlen)
     ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]
     on_device = ids.to(DEVICE)
     shape = (batch, -(-seqlen // compiled().ID_RANGE_TILE), 2)
     ranges = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    x = torch.zeros(sequences, 1, seqlen, 8, device=DEVICE)
+    x = torch.zeros(3, 1, seqlen, 8, device=DEVICE)
     spec = MaskSpec(query_documents=on_device, key_documents=on_device)
     fields = {"query_id_ranges": ranges[0], "key_id_ranges": ranges[1]}
     run("id_ranges", DEVICE, AttentionCall(x, x, x, spec, AttentionOptions(1.0)), fields)
-    runs = ids.split(compiled().ID_RANGE_TILE, 1)
-    want = torch.stack([torch.stack([r.amin(1), r.amax(1)], -1) for r in runs], 1)
+    tiles = ids.split(compiled().ID_RANGE_TILE, 1)
+    want = torch.stack([torch.stack(tile.aminmax(dim=1), -1) for tile in tiles], 1)
     assert all(torch.equal(got.cpu().long(), want) for got in ranges)
 
 
@@ -80,7 +79,7 @@ def test_tensors_that_kernels_read_in_place():
 
 def test_tensors_that_are_copied():
     """Tensors that kernels cannot read in place are copied to zero-padded, aligned rows."""
-    apart = torch.empty(MAX_ROW_STRIDE + 8)
+    two_rows = torch.empty(MAX_ROW_STRIDE + 8)
     for tensor in (
         torch.randn(2, 3, 5, 7),
         torch.randn(2, 3, 5, 4, dtype=torch.bfloat16),
@@ -89,18 +88,18 @@ def test_tensors_that_are_copied():
         torch.randn(2, 3, 5, 16)[..., 2:10],  # rows begin inside a chunk
         torch.randn(2, 3, 5, 16)[..., ::2],
         torch.randn(1, 1, 1, 1).expand(2, 3, 5, 8),
-        apart.as_strided((1, 1, 2, 8), (8, 8, MAX_ROW_STRIDE, 1)),
+        two_rows.as_strided((1, 1, 2, 8), (8, 8, MAX_ROW_STRIDE, 1)),
         torch._neg_view(torch.randn(2, 3, 5, 8)),
     ):
-        copy = in_chunks(tensor)
+        copy, size = in_chunks(tensor), tensor.shape[3]
         assert copy is not tensor and torch.equal(copy.nan_to_num(), tensor.nan_to_num())
         step = CHUNK_BYTES // tensor.element_size()
         assert copy.stride(3) == 1 and all(stride % step == 0 for stride in copy.stride()[:3])
-        whole = copy.as_strided((*copy.shape[:3], -(-copy.shape[3] // step) * step), copy.stride())
-        assert whole[..., copy.shape[3] :].eq(0).all()
+        padded = copy.as_strided((*copy.shape[:3], -(-size // step) * step), copy.stride())
+        assert padded[..., size:].eq(0).all()
 
 
-def test_errors_say_what_was_called():
+def test_errors_describe_the_call():
     x = torch.zeros(1, 1, 8, 512, device=DEVICE)
     call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
     with pytest.raises(RuntimeError, match=r"attention_fwd.*head_dim 512.*no kernel is compiled"):
@@ -114,7 +113,7 @@ def test_choice():
     problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
     assert CUDA.opt_in_reasons(problem)
     assert CUDA.unsupported(problem) == ["supports head_dim_v up to 256, not 257"]
-    for dims in ((0, 8), (8, 0)):  # empty rows have no addresses
+    for dims in ((0, 8), (8, 0)):  # empty rows have no address
         assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
     assert "runs on" in CUDA.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
@@ -122,7 +121,7 @@ def test_choice():
 
 
 def test_gpus_that_cannot_run_the_kernels_are_refused(monkeypatch):
-    """The module may have been compiled for other GPUs, or for a newer driver."""
+    """A GPU is refused if the module was compiled for other GPUs or for a newer driver."""
     assert compiled().launch_obstacle() is None
     stand_in = SimpleNamespace(launch_obstacle=lambda: "no kernel image is available")
     monkeypatch.setattr(module, "_cuda", stand_in)
@@ -137,6 +136,7 @@ def test_gpus_that_cannot_run_the_kernels_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("scale", [1e-46, 1e-50])
 def test_scales_that_are_0_in_float32(scale):
+    """Causal attention averages the visible values if the scale rounds to 0."""
     x = torch.randn(3, 1, 1, 130, 64, device=DEVICE, dtype=torch.bfloat16)
     out = F.scaled_dot_product_attention(*x, masks.causal(), scale=scale, backend="cuda")
     means = x[2].float().cumsum(-2) / torch.arange(1, 131, device=DEVICE)[:, None]

@@ -2,10 +2,10 @@
 
 On a GPU, the backend "flex" runs these kernels. Here, Triton's interpreter runs them on the CPU
 with the backend's operands and block lists, and Triton's compiler compiles them for sm_90. The
-tests use private hooks of Inductor, so they run only with the versions of torch and Triton that
-they were written for.
+tests use private hooks of Inductor, so they support only one version of torch and Triton.
 """
 
+import functools
 import os
 import shutil
 
@@ -31,7 +31,7 @@ BIAS = "bias"
 
 
 def draw(*size):
-    """Draw random float32 numbers that 16-bit types represent exactly."""
+    """Draw random float32 numbers that are exact in 16 bits."""
     return exact_in_16_bits(torch.randn(size, generator=GENERATOR)).float()
 
 
@@ -39,7 +39,7 @@ GENERATOR = torch.Generator().manual_seed(1)
 
 
 class Problem:
-    """Call on a padded batch or on packed sequences; its tensors are stored in float32."""
+    """Call on a padded batch or on packed sequences, with float32 tensors."""
 
     def __init__(
         self,
@@ -143,53 +143,36 @@ PROBLEMS = {
 }
 
 
-def names(*quick):
-    """Return the problem names; those not in `quick` run only in the thorough suite."""
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.thorough) for n in PROBLEMS]
-
-
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """Return a function that maps the name of a problem to its generated code."""
+    """Return a cached function that maps the name of a problem to its generated code."""
     folder = tmp_path_factory.mktemp("lowered")
-    found = {}
+    return functools.cache(lambda name: lower([PROBLEMS[name].call()], folder)[0])
 
-    def of(name):
-        if name not in found:
-            (found[name],) = lower([PROBLEMS[name].call()], folder)
-        return found[name]
 
-    return of
+def check(lowering, problem, tmp_path):
+    """Check that results and gradients of a problem are within the numerics contract."""
+    (results,) = interpret([lowering], [problem.to_run()], tmp_path)
+    for finding in Reference(problem.of_reference, problem.dtype).findings(problem.named(results)):
+        assert finding.ok, str(finding)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_values_and_gradients(name, lowered, tmp_path):
-    """In the interpreter, the kernels' results and gradients are within the numerics contract."""
-    problem = PROBLEMS[name]
-    results = interpret([lowered(name)], [problem.to_run()], tmp_path)[0]
-    got = problem.named(results)
-    for finding in Reference(problem.of_reference, problem.dtype).findings(got):
-        assert finding.ok, str(finding)
+    check(lowered(name), PROBLEMS[name], tmp_path)
 
 
 @pytest.mark.thorough
 def test_other_sizes(lowered, tmp_path):
-    """Code generated for one batch size and one pair of lengths is also correct for others."""
+    """Code that was generated for one batch size and one pair of lengths is correct for others."""
     mask = masks.sliding_window(30, 9) & masks.padding([290, 0, 77], [200, 150, 200])
-    other = Problem(mask, sizes=(200, 290), batch=3)
-    results = interpret([lowered("window_lengths")], [other.to_run()], tmp_path)[0]
-    got = other.named(results)
-    for finding in Reference(other.of_reference, other.dtype).findings(got):
-        assert finding.ok, str(finding)
+    check(lowered("window_lengths"), Problem(mask, sizes=(200, 290), batch=3), tmp_path)
 
 
 @pytest.mark.thorough
 def test_kernels_follow_block_lists(lowered, tmp_path):
-    """Empty block lists give zeros, and partial blocks that are listed as full change the output.
-
-    Without listed keys, out is 0; without listed queries, gradients of key and value are 0.
-    """
+    """Kernels compute only the listed blocks, and apply the mask only in partial blocks."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     no_keys, no_queries, swapped = list(tensors), list(tensors), list(tensors)
@@ -197,17 +180,15 @@ def test_kernels_follow_block_lists(lowered, tmp_path):
     no_queries[7], no_queries[9] = torch.zeros_like(tensors[7]), torch.zeros_like(tensors[9])
     swapped[3:7] = [*tensors[5:7], *tensors[3:5]]
     wrong = [(own, grads) for own in (no_keys, no_queries, swapped)]
-    lowering = lowered("window_lengths")
-    first, second, third = interpret([lowering] * 3, wrong, tmp_path)
-    assert not first[0].any()
+    first, second, third = interpret([lowered("window_lengths")] * 3, wrong, tmp_path)
+    assert not first[0].any()  # out
     assert not second[2][1].any() and not second[2][2].any()  # gradients of key and value
-    truth = problem.of_reference(torch.float64)
-    assert (third[0] - truth["out0"]).abs().max() > 0.01
+    assert (third[0] - problem.of_reference(torch.float64)["out0"]).abs().max() > 0.01
 
 
 @pytest.mark.thorough
 def test_nan_in_padding(lowered, tmp_path):
-    """NaN in padding keys and values reaches no result, even in blocks that contain real keys."""
+    """NaN in padded keys and values affects no result, even in blocks that contain real keys."""
     problem = PROBLEMS["window_lengths"]
     tensors, grads = problem.to_run()
     for place in (1, 2):
@@ -220,10 +201,10 @@ def test_nan_in_padding(lowered, tmp_path):
 
 @pytest.mark.thorough
 def test_graphs_of_torch_compile(tmp_path):
-    """On a simulated H100, the graph of a masked call contains the attention op of its backend.
+    """Graphs compiled for an H100 contain the attention op of their backend.
 
-    In training, the graph disables cuDNN around torch's SDPA. A call with softcap, which torch's
-    SDPA does not support, becomes the operations of eager attention.
+    In training, masked calls disable cuDNN around torch's SDPA. Calls with softcap run on eager
+    attention.
     """
     torchs = "scaled_dot_product_attention"
     assert graphs(tmp_path) == {
@@ -234,12 +215,10 @@ def test_graphs_of_torch_compile(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", names("window_lengths"))
+@pytest.mark.sampled("covered by one mask", name=PROBLEMS.keys() - {"window_lengths"})
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_compiles_for_hopper(name, lowered):
-    """Each kernel compiles for sm_90 and fits into shared memory.
-
-    The attention kernels for bfloat16 use matrix instructions.
-    """
+    """Kernels compile for sm_90 and fit into shared memory; bfloat16 uses matrix instructions."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("reason: interpreted kernels are not compiled")
     from triton_compiler import SHARED_LIMITS, compile_source

@@ -1,5 +1,7 @@
 """The Triton tuner with fake timings: candidates, overrides, choice and printed rows."""
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import INTERPRETED
@@ -37,10 +39,7 @@ def test_candidates_fit(kind, head_dim, element_size):
 
 
 def test_shared_bytes():
-    """Estimates of shared memory in bytes equal recorded values.
-
-    The recorded values are within 1 KB of the compiler's for sm_90.
-    """
+    """Estimates of shared memory, in bytes, are within 1 KB of the compiler's for sm_90."""
     for kind, expected in (("fwd", 81920), ("dq", 98304), ("dkdv", 98304)):
         assert tune.shared_bytes(kind, OLD, 2, 128) == expected
 
@@ -54,7 +53,7 @@ def test_override(tables):
 
 
 def test_the_fastest_correct_candidate_wins(tables, capsys):
-    """Candidates with wrong results or failed launches are rejected, with a message on stderr."""
+    """Candidates with wrong results or failed launches are rejected with a message."""
     wrong, broken = Config(128, 32, 4, 2), Config(128, 128, 4, 2)
     seconds = {OLD: 4.0, NEW: 2.0, wrong: 1.0}
 
@@ -69,34 +68,29 @@ def test_the_fastest_correct_candidate_wins(tables, capsys):
     tried = [wrong, broken, NEW, OLD]
     found = tune.tune("fwd", ARCH, 2, 128, [call], tried, lambda call: seconds[config()])
     assert found == (NEW, OLD, 2.0)
-    told = capsys.readouterr().err
-    assert "results differ" in told and "out of resource" in told
+    messages = capsys.readouterr().err
+    assert "results differ" in messages and "out of resource" in messages
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("kind", tune.PASSES)
 def test_triton_calls(kind, monkeypatch):
-    """The tuner's calls run in the interpreter, and two configs give the same results."""
+    """The tuner's calls have the same results in two configs."""
     sizes = {"_SEQLEN": 96, "_TOKENS": 96, "_HIDDEN": 32, "_CACHE": 300, "_DECODE_BATCH": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(tune, name, size)
-    used = []
-
-    def config(kind, *rest, **options):
-        used.append(kind)
-        return chosen[0]
-
-    chosen = [Config(16, 64, 4, 2)]
+    config = mock.Mock(return_value=Config(16, 64, 4, 2))
     for module in (tuning, attention):
         monkeypatch.setattr(module, "config", config)
     monkeypatch.setattr(tuning, "TABLES", {ARCH: {}}, raising=False)
     calls = tune.calls_of(kind, torch.float32, 16, torch.device("cpu"))
     assert len(calls) == (1 if kind == "decode" else 2)
     wanted = [call() for call in calls]
-    chosen[0] = Config(16, 32, 4, 2)
+    config.return_value = Config(16, 32, 4, 2)
     for call, results in zip(calls, wanted, strict=True):
         tune._check(call(), results, 4)
-    assert kind.removesuffix("_masked") in {name.removesuffix("_masked") for name in used}
+    kinds = {call.args[0].removesuffix("_masked") for call in config.call_args_list}
+    assert kind.removesuffix("_masked") in kinds
 
 
 def test_head_dims_are_rounded_up():
@@ -104,8 +98,8 @@ def test_head_dims_are_rounded_up():
     assert widths == [64, 64, 128, 128, 256, 256]
 
 
-def test_rows_are_those_of_tuning():
-    """A printed row has the configs that were found, and the old configs of other head_dims."""
+def test_printed_rows():
+    """A printed row has the new configs of tuned head_dims, and the old configs of all others."""
     found = {("fwd", 2): {64: tune.Found(OLD, OLD, 1.0), 128: tune.Found(NEW, OLD, 1.5)}}
     text = tune.rows("sm_90", "NVIDIA H200", found)
     assert "# NVIDIA H200: 64 1.00x, 128 1.50x as fast as the row before" in text

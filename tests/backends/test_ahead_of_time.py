@@ -27,7 +27,7 @@ from fused_attn.masks.spec import spec_of_mask
 
 BACKEND = get_backend("triton")
 
-# Matrix instructions for 16-bit types: of a warp group (64 rows or more), and of a single warp.
+# Matrix instructions for 16-bit types: of a warp group (for 64 rows or more) and of a warp.
 GROUP_ROWS = 64
 GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
@@ -53,10 +53,10 @@ def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
 def attention(
     arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
     dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
-    head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
-    partial: bool = False, nan_pass: bool = False,
+    head_dim_v: int | None = None, group: int = 1, shard: bool = False, partial: bool = False,
+    nan_pass: bool = False,
 ) -> list[Compiled]:  # fmt: skip
-    """Compile the forward and backward kernels, or the decode kernels if seqlen_q is small."""
+    """Compile the forward and backward kernels, or the decode kernels if seqlen_q < LENGTH."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
     key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
     value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
@@ -74,27 +74,19 @@ def attention(
     options = AttentionOptions(0.1, softcap, dropout_p, seed, offsets, partial)
     call = AttentionCall(query, key, value, spec, options)
     decodes = seqlen_q < LENGTH
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = precision
-    try:
-        with compiling_for(arch, nan_pass) as kernels:
-            BACKEND.attention_fwd(call, not decodes, True)
-            if not decodes:
-                outputs = with_options(call, partial=False).outputs(True)
-                out, lse, *_ = outputs
-                BACKEND.attention_bwd(
-                    AttentionBackward(call, outputs, out, lse, spec.bias is not None)
-                )
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    with compiling_for(arch, nan_pass) as kernels:
+        BACKEND.attention_fwd(call, not decodes, True)
+        if not decodes:
+            outputs = with_options(call, partial=False).outputs(True)
+            out, lse, *_ = outputs
+            BACKEND.attention_bwd(AttentionBackward(call, outputs, out, lse, spec.bias is not None))
     return kernels
 
 
 def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32) -> None:
     """Check spills and shared memory, and that 16-bit attention uses matrix instructions."""
     assert kernels
-    measured = (arch, dtype.itemsize) == ("sm_90", 2)
-    allowed = MEASURED_SPILLS if measured else 0
+    allowed = MEASURED_SPILLS if (arch, dtype.itemsize) == ("sm_90", 2) else 0
     for kernel in kernels:
         assert kernel.spilled <= allowed, f"{kernel.name} spills {kernel.spilled} bytes a thread"
         assert kernel.shared <= SHARED_LIMITS[arch], f"{kernel.name}: {kernel.shared} bytes"
@@ -105,7 +97,7 @@ def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32
 
 
 def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
-    """Mark cases outside `core` as thorough, because compiling all cases takes half an hour."""
+    """Mark cases outside `core` as thorough. Compiling all cases takes half an hour."""
     return [
         pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
     ]
@@ -113,7 +105,7 @@ def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
 
 NAMES = tuple(mask_classes(torch.float32))
 GRID = list(itertools.product(ARCHS, (torch.bfloat16, torch.float16, torch.float32), WIDTHS, NAMES))
-# Two architectures, all dtypes, and the two mask code paths with the most registers.
+# Two architectures, all dtypes, and the two mask code paths that need the most registers.
 CORE = {
     ("sm_90", torch.bfloat16, 128, "causal"),
     ("sm_90", torch.float32, 64, "causal"),
@@ -144,57 +136,39 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("options", "arch"),
-    thorough(
-        itertools.product(OPTIONS, ARCHS),
-        [
-            (OPTIONS[2], "sm_90"),
-            (OPTIONS[7], "gfx942"),
-        ],
-    ),
+    thorough(itertools.product(OPTIONS, ARCHS), [(OPTIONS[2], "sm_90"), (OPTIONS[7], "gfx942")]),
     ids=str,
 )
 def test_options(options, arch):
     options = {"head_dim": 64, **options}
     mask = None if "packed" in options else masks.causal(align="bottom_right")
-    kernels = attention(arch, torch.bfloat16, mask=mask, **options)
-    check(kernels, arch, torch.bfloat16)
+    check(attention(arch, torch.bfloat16, mask=mask, **options), arch, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "arch", [a if a == "sm_100" else pytest.param(a, marks=pytest.mark.thorough) for a in ARCHS]
-)
+@pytest.mark.parametrize("arch", thorough(zip(ARCHS), [("sm_100",)]))
 def test_nan_pass(arch):
-    """The pass that recomputes tiles with NaN compiles, within the limit of shared memory."""
+    """The pass that recomputes tiles with NaN compiles within the limit of shared memory."""
     mask = mask_classes(torch.bfloat16)["key_mask"]
     for kernel in attention(arch, torch.bfloat16, 64, mask, nan_pass=True):
         assert kernel.shared <= SHARED_LIMITS[arch], f"{kernel.name}: {kernel.shared} bytes"
 
 
 def test_lengths_do_not_recompile_kernels():
-    """Calls with different lengths, as with a growing KV cache, reuse the compiled kernels."""
-    served: dict[str, set[str]] = {}
-    for seqlen_q, seqlen_k in (
-        (1, 1),
-        (1, 47),
-        (1, 48),
-        (1, 2000),
-        (2, 64),
-        (1, 7),
-        (50, 7),
-        (64, 80),
-    ):
+    """Calls of different lengths, for example with a growing KV cache, share compiled kernels."""
+    hashes: dict[str, set[str]] = {}
+    decoding = [(1, 1), (1, 47), (1, 48), (1, 2000), (2, 64), (1, 7)]
+    for seqlen_q, seqlen_k in (*decoding, (50, 7), (64, 80)):
         query = torch.empty(BATCH, HEADS, seqlen_q, 64, dtype=torch.bfloat16)
         key = torch.empty(BATCH, HEADS, seqlen_k, 64, dtype=torch.bfloat16)
         mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
         spec = spec_of_mask(mask, BATCH, HEADS, seqlen_q, seqlen_k, query.device)
+        call = AttentionCall(query, key, key, spec, AttentionOptions(0.1))
         with compiling_for("sm_90") as kernels:
-            BACKEND.attention_fwd(
-                AttentionCall(query, key, key, spec, AttentionOptions(0.1)), False, True
-            )
+            BACKEND.attention_fwd(call, False, True)
         for kernel in kernels:
-            served.setdefault(kernel.name, set()).add(kernel.hash)
-    assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
-    assert all(len(hashes) == 1 for hashes in served.values()), served
+            hashes.setdefault(kernel.name, set()).add(kernel.hash)
+    assert set(hashes) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
+    assert all(len(found) == 1 for found in hashes.values()), hashes
 
 
 @pytest.mark.parametrize(
@@ -215,10 +189,15 @@ def test_weights(dtype, name, arch):
     check(kernels, arch, dtype)
 
 
-def test_tf32_is_for_the_matrix_units():
-    for precision in ("tf32", "ieee"):
-        kernels = attention("sm_80", torch.float32, 16, None, precision=precision)
-        assert any("tf32" in kernel.text for kernel in kernels) == (precision == "tf32")
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_tf32_is_used_only_if_torch_allows_it(precision):
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        kernels = attention("sm_80", torch.float32, 16, None)
+    finally:
+        matmul.fp32_precision = before
+    assert any("tf32" in kernel.text for kernel in kernels) == (precision == "tf32")
 
 
 @pytest.mark.parametrize(
@@ -231,19 +210,14 @@ def test_tf32_is_for_the_matrix_units():
 def test_norm(dtype, columns, arch):
     rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
     seed = torch.zeros((), dtype=torch.int64)
+    view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
     with compiling_for(arch) as kernels:
         call = NormCall(rows, rows, weight, weight, NormOptions(1e-5, False, 0.1, seed))
-        _, total, mean, rstd = BACKEND.norm_fwd(call, True, True)
-        of_total = replace(call, input=total, residual=None)
-        BACKEND.norm_bwd(NormBackward(of_total, mean, rstd, rows, rows, True, True))
-        offsets = torch.zeros(4, dtype=torch.int64)
-        BACKEND.norm_fwd(with_options(call, dropout_offsets=offsets), True, True)
-        of_total = with_options(of_total, dropout_offsets=offsets)
-        BACKEND.norm_bwd(NormBackward(of_total, mean, rstd, rows, rows, True, True))
-        view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
-        BACKEND.norm_fwd(replace(call, input=view, residual=view), True, True)
-        strided = replace(of_total, input=view)
-        BACKEND.norm_bwd(NormBackward(strided, mean, rstd, view, view, True, True))
+        sharded = with_options(call, dropout_offsets=torch.zeros(4, dtype=torch.int64))
+        for given in (call, sharded, replace(call, input=view, residual=view)):
+            _, _, mean, rstd = BACKEND.norm_fwd(given, True, True)
+            of_total, grad = replace(given, residual=None), given.input
+            BACKEND.norm_bwd(NormBackward(of_total, mean, rstd, grad, grad, True, True))
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
     assert all(wide in kernel.text for kernel in kernels)

@@ -1,21 +1,21 @@
 """The choice of a backend is cached, so repeated calls neither read files nor choose again."""
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from helpers import deterministic
 
 import fused_attn
+from fused_attn.backends import AttentionProblem, registry, select
 
 opened: list[str] = []
 counting = False
-# Python audit events for access to files.
-FILES = ("open", "os.listdir", "os.scandir")
 
 
 def note(event: str, args: tuple) -> None:
-    if counting and event in FILES:
+    if counting and event in ("open", "os.listdir", "os.scandir"):
         opened.append(f"{event} {args[0]}")
 
 
@@ -40,20 +40,17 @@ def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
 
 
 def test_settings_that_decide_are_not_cached(monkeypatch):
-    """Backend selection is cached separately for each setting of torch's deterministic mode."""
-    from fused_attn.backends import AttentionProblem, registry, select
-
+    """The choice is cached separately for each setting of torch's deterministic mode."""
     problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)
-    seen = []
-    cpp = registry.BACKENDS["cpp"]
-    monkeypatch.setattr(cpp, "unsupported", lambda given: (seen.append(1), ["refused"])[1])
+    cpp, unsupported = registry.BACKENDS["cpp"], mock.Mock(return_value=["refused"])
+    monkeypatch.setattr(cpp, "unsupported", unsupported)
     registry._first_for.cache_clear()
     try:
         for _ in range(2):
             assert select(problem) is not cpp
-        assert len(seen) == 1
+        unsupported.assert_called_once()
         with deterministic():
             select(problem)
-        assert len(seen) == 2
+        assert unsupported.call_count == 2
     finally:
         registry._first_for.cache_clear()

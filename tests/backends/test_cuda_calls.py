@@ -1,4 +1,4 @@
-"""Calls to the CUDA backend: launched kernels, cached masks, alignment and CUDA graphs."""
+"""Backend "cuda": launched kernels, cached masks, alignment and CUDA graphs."""
 
 from pathlib import Path
 
@@ -32,11 +32,6 @@ def qkv(seqlen_q=LENGTH):
     return [torch.randn(2, HEADS, n, HEAD_DIM, dtype=torch.float16, device=DEVICE) for n in sizes]
 
 
-def kernels_of(call):
-    """Return the names of the kernels that a call launches."""
-    return [kernel for kernel, *_ in cuda.module.compiled().launches_of(call)]
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -47,7 +42,7 @@ def kernels_of(call):
     ids=["padding", "documents", "key_mask"],
 )
 def test_cached_masks(mask):
-    """A mask gives the same output before and after its cached values are cleared."""
+    """The output does not depend on whether the values cached on a mask are reused."""
     F.scaled_dot_product_attention(*qkv(), mask)
     tensors = qkv()
     got = F.scaled_dot_product_attention(*tensors, mask)
@@ -60,7 +55,8 @@ def test_cached_masks(mask):
 )
 def test_kernel_by_number_of_queries(seqlen_q, kernel):
     tensors = qkv(seqlen_q=seqlen_q)
-    assert kernel in kernels_of(lambda: F.scaled_dot_product_attention(*tensors))
+    launches = cuda.module.compiled().launches_of(lambda: F.scaled_dot_product_attention(*tensors))
+    assert kernel in {name for name, *_ in launches}
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the report uses CPU tensors")
@@ -77,8 +73,8 @@ def test_report_of_launches(monkeypatch):
     assert any("norm" in kernel for kernel in kernels)
 
 
-def test_tensors_that_begin_elsewhere():
-    """A query that is not aligned to 16 bytes gives the same output as an aligned one."""
+def test_misaligned_queries():
+    """The output does not depend on whether the query is aligned to 16 bytes."""
     query, key, value = qkv()
     want = F.scaled_dot_product_attention(query, key, value)
     moved = torch.empty(query.numel() + 1, dtype=query.dtype, device=DEVICE)[1:].view_as(query)
@@ -88,15 +84,16 @@ def test_tensors_that_begin_elsewhere():
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-def test_graphs_see_masks_as_they_are_when_replayed():
-    tensors, masks_seen = qkv(), torch.rand(2, 1, HEADS, LENGTH, LENGTH, device=DEVICE) < 0.1
-    seen = torch.zeros_like(masks_seen[0])
-    mask, graph = masks.dense(seen), torch.cuda.CUDAGraph()
+def test_graphs_read_the_current_mask():
+    """A replayed CUDA graph uses the current values of a mask, not those of the capture."""
+    tensors, values = qkv(), torch.rand(2, 1, HEADS, LENGTH, LENGTH, device=DEVICE) < 0.1
+    visible = torch.zeros_like(values[0])
+    mask, graph = masks.dense(visible), torch.cuda.CUDAGraph()
     # This call caches a summary in which all tiles are masked.
     F.scaled_dot_product_attention(*tensors, mask)
     with torch.cuda.graph(graph):
         out = F.scaled_dot_product_attention(*tensors, mask)
-    for now in masks_seen:
-        seen.copy_(now)
+    for value in values:
+        visible.copy_(value)
         graph.replay()
-        assert torch.equal(out, F.scaled_dot_product_attention(*tensors, now))
+        assert torch.equal(out, F.scaled_dot_product_attention(*tensors, value))

@@ -1,5 +1,6 @@
 """nvcc compiles 16-bit attention and the other CUDA kernels without register spills."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -22,9 +23,9 @@ CUDA = ROOT / "csrc" / "cuda"
 
 # sm_86 and sm_89 have the instructions of sm_80.
 ARCHS = ("80", "90a", "100")
-PASSES = re.findall(r"^set\(cuda_params_(\w+) (.*)\)$", (CUDA / "sources.cmake").read_text(), re.M)
-# The head_dims of most models.
-HEAD_DIMS = (64, 128)
+_SOURCES = (CUDA / "sources.cmake").read_text()
+PASSES = dict(re.findall(r"^set\(cuda_params_(\w+) (.*)\)$", _SOURCES, re.MULTILINE))
+HEAD_DIMS = (64, 128)  # of most models
 
 
 def compile_for(arch: str, source: Path) -> Path:
@@ -39,21 +40,20 @@ def compile_for(arch: str, source: Path) -> Path:
     return result
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("name", "params"), PASSES, ids=[name for name, _ in PASSES])
-def test_attention_does_not_spill(name, params, head_dim, arch, tmp_path):
-    check_spills(name, params, head_dim, arch, tmp_path)
+# The kernel that needs the most registers is compiled in the quick suite, too.
+MOST_REGISTERS = ("attention_bwd_dkdv", 128, "90a")
 
 
-def test_the_kernel_with_the_most_registers_does_not_spill(tmp_path):
-    check_spills("attention_bwd_dkdv", dict(PASSES)["attention_bwd_dkdv"], 128, "90a", tmp_path)
-
-
-def check_spills(name, params, head_dim, arch, tmp_path):
-    """Compile the kernels of a pass for a head_dim, and assert that none of 16 bits spills."""
-    arguments = ", ".join(f"const {p}&" for p in [*params.split(), "GpuParams"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "arch"),
+    [
+        pytest.param(*case, marks=[] if case == MOST_REGISTERS else [pytest.mark.thorough])
+        for case in itertools.product(PASSES, HEAD_DIMS, ARCHS)
+    ],
+)
+def test_attention_does_not_spill(name, head_dim, arch, tmp_path):
+    """No kernel for 16-bit types spills registers."""
+    arguments = ", ".join(f"const {p}&" for p in [*PASSES[name].split(), "GpuParams"])
     source = (CUDA / "instantiate.cu.in").read_text()
     for field, value in (("pass", name), ("head_dim", str(head_dim)), ("arguments", arguments)):
         source = source.replace(f"@{field}@", value)
@@ -75,7 +75,7 @@ def test_other_kernels_do_not_spill(name, tmp_path):
     assert not [k for k in kernels if k.spilled]
 
 
-# A kernel that needs 48 floats per thread. Two blocks leave 32 registers per thread, so it spills.
+# A kernel with 48 floats per thread. With two blocks, it has 32 registers per thread and spills.
 SPILLING = """
 namespace fused_attn {{
 template <class T, int kHeadDim, bool kGeneral>
@@ -97,11 +97,10 @@ def test_report(blocks, tmp_path):
     """The report lists template arguments, registers, spills and blocks per multiprocessor."""
     file = tmp_path / "toy.cu"
     file.write_text(SPILLING.format(blocks=blocks))
-    kernels = compiled_kernels(compile_for("80", file))
-    (kernel,) = kernels
+    (kernel,) = compiled_kernels(compile_for("80", file))
     assert (kernel.name, kernel.dtype, kernel.arguments) == ("toy_kernel", "float32", "8, true")
     assert (kernel.arch, kernel.head_dim) == ("sm_80", 8)
     assert (kernel.spilled > 0) == (blocks == 2)
     assert kernel.registers <= 64 // blocks
-    with_launches(kernels, {("toy_kernel", "float32", 8): (512, 50 << 10)})
+    with_launches([kernel], {("toy_kernel", "float32", 8): (512, 50 << 10)})
     assert (kernel.threads, kernel.shared, kernel.blocks) == (512, 50 << 10, [2, 3][blocks - 1])

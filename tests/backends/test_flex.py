@@ -242,9 +242,6 @@ def test_operands_are_cached_by_device():
         assert variant_of(call, False)[1].begin.device.type == device
 
 
-# ---- refusals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("properties", "reason"),
     [
@@ -338,9 +335,6 @@ def test_without_positions():
     out = F.scaled_dot_product_attention(empty, some, some, backend="flex")
     assert out.shape == empty.shape
     assert not F.scaled_dot_product_attention(some, empty, empty, backend="flex").any()
-
-
-# ---- the default --------------------------------------------------------------------------------
 
 
 def test_selected_by_name_only():

@@ -42,17 +42,9 @@ class Problem:
     """Call on a padded batch or on packed sequences, with float32 tensors."""
 
     def __init__(
-        self,
-        mask,
-        *,
-        sizes=(140, 130),
-        heads=(2, 2),
-        dtype=torch.float32,
-        softcap=0.0,
-        bias=None,
-        packed=(),
-        batch=2,
-    ):
+        self, mask, *, sizes=(140, 130), heads=(2, 2), dtype=torch.float32, softcap=0.0, bias=None,
+        packed=(), batch=2,
+    ):  # fmt: skip
         self.dtype, self.softcap, self.packed, self.mask = dtype, softcap, packed, mask
         batch, sizes = (1, (sum(packed), sum(packed))) if packed else (batch, sizes)
         self.tensors = {

@@ -26,7 +26,7 @@ def test_ring(backend, name, dtype, one_process):
         pytest.skip("reason: gloo does not exchange GPU tensors")
 
     def of(named):
-        def whole(query, key, value, bias):
+        def full(query, key, value, bias):
             mask = MASKS[name] & masks.bias(bias)
             options = {"dropout_p": 0.25, "seed": 3, "return_lse": True}
             return fused_attn.scaled_dot_product_attention(
@@ -43,7 +43,7 @@ def test_ring(backend, name, dtype, one_process):
                 )  # fmt: skip
             return out[:, :, order.argsort()], lse[:, :, order.argsort()]
 
-        return whole if named == "eager" else ring
+        return full if named == "eager" else ring
 
     tensors = random_qkv(1, 2, 2, LENGTH, LENGTH, 32)
     bias = torch.randn(LENGTH, LENGTH, generator=drawn(1))

@@ -105,16 +105,9 @@ def received(monkeypatch):
     """
 
     def of(
-        capability=90,
-        *,
-        dtype=torch.bfloat16,
-        sizes=(64, 64),
-        masked=False,
-        learned_bias=False,
-        trains=False,
-        is_causal=False,
-        scale=None,
-    ):
+        capability=90, *, dtype=torch.bfloat16, sizes=(64, 64), masked=False, learned_bias=False,
+        trains=False, is_causal=False, scale=None,
+    ):  # fmt: skip
         given = []
 
         def noted(query, key, value, *rest, scale, enable_gqa):

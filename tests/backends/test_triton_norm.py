@@ -25,8 +25,8 @@ def test_rows_of_several_chunks(kind, dropout_p, shape, dtype):
 
 
 def test_cancellation_over_chunks():
-    generator = torch.Generator().manual_seed(1)
-    tensors = {"input": torch.randn(3, 16400, generator=generator) + 1.0e4}
+    noise = torch.randn(3, 16400, generator=torch.Generator().manual_seed(1))
+    tensors = {"input": noise + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, "triton")
 
 

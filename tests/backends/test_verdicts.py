@@ -58,9 +58,6 @@ def only_reason(backend, problem=PROBLEM):
     return reason
 
 
-# ---- classes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -95,9 +92,6 @@ def test_classes(given, expected):
     *words, features, direction = expected.split()
     classes = [ProblemClass(*words, feature, direction) for feature in features.split("+")]
     assert verdicts.classes_of(given) == classes
-
-
-# ---- selection ----------------------------------------------------------------------------------
 
 
 def test_the_choice_is_by_class(stand_in):
@@ -262,9 +256,6 @@ def test_no_identity_is_computed_without_stored_verdicts(stand_in, monkeypatch):
     assert only_reason(stand_in) == verdicts.BY_NAME_ONLY
 
 
-# ---- files --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"identity": {}}', '{"identity": 1, "classes": 2}', "\x00\xff"],
@@ -371,9 +362,6 @@ def test_folder_is_the_users_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     folder = runpy.run_path(verdicts.__file__)["folder"]
     assert folder() == Path("/somewhere/fused_attn/verdicts")
-
-
-# ---- torch.compile ------------------------------------------------------------------------------
 
 
 def marked(x, backend):

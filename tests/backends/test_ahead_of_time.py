@@ -32,7 +32,7 @@ GROUP_ROWS = 64
 GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
 BATCH, HEADS, LENGTH = 2, 8, 256
-# Limit in bytes per thread, because the fastest configs spill a few registers with some masks.
+# Allowed bytes per thread: the fastest configs spill a few registers with some masks.
 MEASURED_SPILLS = 128
 
 

@@ -28,7 +28,7 @@ def one_thread():
 
 
 def drawn(number, with_alibi):
-    """Return a random call: its tensors, its options, and a bool mask of the padding or None."""
+    """Return a random call: its tensors, its options, and a bool mask of padded keys (or None)."""
     draw = random.Random(number)
     torch.manual_seed(number)
     heads_kv = draw.choice([1, 2])

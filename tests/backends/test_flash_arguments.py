@@ -62,7 +62,7 @@ def test_no_key_is_visible(install):
 
 
 def test_rows_stay_in_place(install):
-    """Padded batches are not copied: in cu_seqlens, padding forms sequences of its own."""
+    """Padded batches are not copied: cu_seqlens marks the padding as separate sequences."""
     install("flash-attn-3")
     query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
     lengths = torch.tensor([4, 7])
@@ -127,7 +127,7 @@ def test_deterministic(install):
 
 
 def test_early_flash_attn_3(install, monkeypatch):
-    """Early builds of flash-attn 3 are supported, which always return (out, lse)."""
+    """Early builds of flash-attn 3, which always return (out, lse), are supported."""
     install("flash-attn-3")
 
     def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):

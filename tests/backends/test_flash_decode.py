@@ -30,7 +30,8 @@ def decoding(number, name):
         slopes = masks.alibi(torch.rand(heads), "bottom_right")
         mask = slopes if mask is None else mask & slopes
     key, value = (None, None) if draw.random() < 0.2 else new
-    # Under padding, flash aligns causal masks to its end, and decode_attention to the cache's end.
+    # With padding, flash aligns causal masks at the last real key, but decode_attention aligns them
+    # at the end of the cache.
     is_causal = mask is None or not mask.paddings
     results = fused_attn.decode_attention(
         query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table,

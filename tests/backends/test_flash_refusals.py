@@ -115,7 +115,7 @@ def test_refusals(install, name, properties, reason):
 
 
 def test_masks_other_than_bands(install):
-    """Masks are refused unless they are a single band with lengths."""
+    """Masks other than a band with padding are refused."""
     install(*ENGINES)
     query = torch.randn(2, 2, 8, 16, dtype=torch.float64)
     lengths, documents = masks.padding([3, 8]), masks.documents(torch.arange(8) // 4)

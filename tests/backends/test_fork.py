@@ -21,7 +21,7 @@ if child == 0:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = call()
-        # runs on several threads if torch is set to several
+        # would hang if it used several threads
         torch.mm(torch.ones(600, 600), torch.ones(600, 600))
     same = expected is None or torch.equal(out, expected)
     warned = sum("forked" in str(w.message) for w in caught)

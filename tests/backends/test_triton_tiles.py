@@ -32,7 +32,7 @@ from fused_attn.masks.tables import without_tables
 
 SHAPE = (3, 2, 77, 300)  # batch, num_heads, seqlen_q, seqlen_k
 SKIP, PARTIAL, FULL = 0, 1, 2
-DEVICE = torch.empty(0, device=device_of("triton")).device  # with an index
+DEVICE = torch.empty(0, device=device_of("triton")).device  # includes the index
 PAIRS = list(itertools.combinations(("window", "ragged", "prefix", "documents", "dense_blocks"), 2))
 
 

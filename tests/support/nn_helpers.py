@@ -12,6 +12,7 @@ from helpers import assert_contract
 from torch import Tensor
 from torch.nn import Module
 
+from fused_attn.swap import swap_modules
 from fused_attn.tools.recording import copied
 from fused_attn.tools.rounding import Expected
 
@@ -155,6 +156,13 @@ def perturb(module: Module) -> Module:
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return module
+
+
+def swapped_copy(module: Module, **options: Any) -> Any:
+    """Return a copy of a module after `swap_modules(copy, **options)`."""
+    made = copy.deepcopy(module)
+    swap_modules(made, **options)
+    return made
 
 
 def random_mask(kind: str, *shape: int) -> Tensor:

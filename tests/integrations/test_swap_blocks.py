@@ -5,15 +5,14 @@ import pickle
 
 import pytest
 import torch
+from hf_families import Outputs, transformers
+from nn_helpers import run, swapped_copy
 
 from fused_attn.integrations.transformers import by_code
 from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.nn import activation
 from fused_attn.swap import swap_modules
 
-transformers = pytest.importorskip(
-    "transformers", minversion="5.0", reason="reason: needs transformers"
-)
 SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
@@ -44,16 +43,13 @@ def batch():
 
 def results(model, inputs):
     """Return the hidden states of real tokens, and the gradients of all parameters."""
-    model.zero_grad()
-    out = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return out.detach(), grads
+    return run(Outputs(model, ("last_hidden_state",)), (), inputs)
 
 
-def assert_same(model, swapped, inputs):
-    for want, got in zip(results(model, inputs), results(swapped, inputs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+def assert_same(model, swapped):
+    inputs = batch()
+    expected = results(model, inputs)
+    torch.testing.assert_close(results(swapped, inputs), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", BERTS)
@@ -66,19 +62,17 @@ def test_layers_are_swapped(kind):
     assert isinstance(layer.output, ResidualNorm)
     assert isinstance(layer.attention.output, ResidualNorm)
     assert "encoder.layer.1.intermediate" in {s.name for s in report.swapped}
-    assert_same(model, swapped, batch())
-    assert_same(model, pickle.loads(pickle.dumps(swapped)), batch())
+    assert_same(model, swapped)
+    assert_same(model, pickle.loads(pickle.dumps(swapped)))
     report.restore()
     assert type(layer.output).__module__.startswith("transformers.")
-    assert_same(model, swapped, batch())
+    assert_same(model, swapped)
 
 
 @pytest.mark.parametrize("name", ACTS)
 def test_activations(name):
     model = new(hidden_act=name).eval()
-    swapped = copy.deepcopy(model)
-    swap_modules(swapped)
-    assert_same(model, swapped, batch())
+    assert_same(model, swapped_copy(model))
 
 
 def test_one_pass_each():
@@ -86,34 +80,26 @@ def test_one_pass_each():
 
     Gradient checkpointing gives the same output and gradients.
     """
-    model = new(attention_probs_dropout_prob=0.1).train()
+    model, inputs = new(attention_probs_dropout_prob=0.1).train(), batch()
     swap_modules(model)
-    inputs = batch()
     with torch.profiler.profile() as profile:
         model.encoder(torch.randn(2, 5, 24))
     called = {event.key for event in profile.key_averages()}
     assert not called & {"aten::gelu", "aten::bernoulli_", "aten::native_layer_norm"}
     torch.manual_seed(3)
-    out, grads = results(model, inputs)
+    expected = results(model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(3)
-    again, grads_again = results(model, inputs)
-    torch.testing.assert_close(again, out)
-    torch.testing.assert_close(grads_again, grads)
+    torch.testing.assert_close(results(model, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["intermediate.dense", "output.dense", "output.dropout"])
-def test_hooks_see_what_they_did(name):
-    model = new().eval()
-    inputs = batch()
-    del inputs["attention_mask"]
-    swapped = copy.deepcopy(model)
-    swap_modules(swapped)
-    seen = []
-    for each in (model, swapped):
+def test_hooks_receive_the_original_tensors(name):
+    model, ids, seen = new().eval(), batch()["input_ids"], []
+    for each in (model, swapped_copy(model)):
         module = each.encoder.layer[1].get_submodule(name)
         module.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-        each(**inputs)
+        each(ids)
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-5)
 
 
@@ -125,24 +111,22 @@ def test_replaced_linear_is_called():
     model = new().eval()
     for part in (model.encoder.layer[0].intermediate, model.encoder.layer[0].output):
         part.dense.__class__ = Doubled
-    swapped = copy.deepcopy(model)
-    swap_modules(swapped)
-    assert_same(model, swapped, batch())
+    assert_same(model, swapped_copy(model))
 
 
 @pytest.mark.parametrize(("attention", "norm"), [(True, False), (False, True)])
 def test_parts_of_the_swap(attention, norm):
     """attention=True also swaps output blocks; with norm=False, their norms remain torch's."""
     model = new().eval()
-    swapped = copy.deepcopy(model)
-    swap_modules(swapped, attention=attention, norm=norm)
+    swapped = swapped_copy(model, attention=attention, norm=norm)
     output = swapped.encoder.layer[0].output
     assert isinstance(output, ResidualNorm) == attention
     assert (type(output.LayerNorm) is torch.nn.LayerNorm) == (not norm)
-    assert_same(model, swapped, batch())
+    assert swapped.config._attn_implementation == ("fused_attn" if attention else "sdpa")
+    assert_same(model, swapped)
 
 
-def test_other_code_of_the_same_name_stays():
+def test_unknown_code_in_classes_of_known_names_is_not_swapped():
     class OtherOutput(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -167,7 +151,7 @@ class Patch:
         return "patched"
 
 
-def test_originals_that_were_patched_before_the_first_swap_stay(monkeypatch):
+def test_classes_that_were_patched_before_the_first_swap_are_skipped(monkeypatch):
     original = transformers.models.bert.modeling_bert.BertOutput
     layer = original(transformers.BertConfig(**SIZES)).eval()
     hidden, x = torch.randn(2, 5, 40), torch.randn(2, 5, 24)
@@ -184,10 +168,6 @@ def test_originals_that_were_patched_before_the_first_swap_stay(monkeypatch):
 
 def test_compiled():
     model = new().eval()
-    inputs = batch()
-    want = results(model, inputs)
-    swap_modules(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    got = results(compiled, inputs)
-    grads = {name.removeprefix("_orig_mod."): grad for name, grad in got[1].items()}
-    torch.testing.assert_close((got[0], grads), want, rtol=1e-4, atol=1e-5)
+    compiled = swapped_copy(model)
+    compiled.compile(backend="aot_eager")
+    assert_same(model, compiled)

@@ -1,4 +1,4 @@
-"""swap_modules on whole Hugging Face transformers models: results, report, restore."""
+"""swap_modules on complete models of Hugging Face transformers: results, report, restore."""
 
 import copy
 import subprocess
@@ -6,9 +6,25 @@ import sys
 
 import pytest
 import torch
-from enable_helpers import functions_called
-from hf_families import BY_NAME, FAMILIES, VOCABULARY, Outputs, transformers
-from nn_helpers import DRAWS, assert_equal_in_float64, assert_within_contract, cast, pooled, run
+from enable_helpers import functions_called, spy_on_masks
+from hf_families import (
+    BY_NAME,
+    FAMILIES,
+    VOCABULARY,
+    Outputs,
+    is_structured,
+    transformers,
+)
+from hf_results import _exact_softmax
+from nn_helpers import (
+    DRAWS,
+    assert_equal_in_float64,
+    assert_within_contract,
+    cast,
+    pooled,
+    run,
+    swapped_copy,
+)
 
 from fused_attn.integrations.transformers.norms import TransformersNorm
 from fused_attn.nn.norm import Norm
@@ -17,25 +33,12 @@ from fused_attn.swap import swap_modules
 NORM_NAMES = ("LayerNorm", "RMSNorm")
 
 
-@pytest.fixture
-def kernel_calls():
-    """Return a list to which each call of our attention or norms appends the function's name."""
-    names = ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm")
-    with functions_called(*names) as seen:
-        yield seen
-
-
-def exact(model, monkeypatch):
+def exact(model):
     """Return a float64 copy of the model, including parts that the library computes in float32."""
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(
-        torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
-    )
     model = copy.deepcopy(model).double()
-    for module in model.modules():
-        name = type(module).__name__
-        if name.endswith(NORM_NAMES) and not isinstance(module, torch.nn.LayerNorm):
-            offset = 1.0 if name.startswith("Gemma") else 0.0
+    for module in norms(model):
+        if not isinstance(module, torch.nn.LayerNorm):
+            offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
             module.forward = rms_norm(module, offset)
     return model
 
@@ -67,43 +70,41 @@ def implementations(model):
     return [getattr(c, "_attn_implementation", None) for c in configs]
 
 
+@_exact_softmax()
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_family(family, kernel_calls, monkeypatch):
+def test_family(family, monkeypatch):
+    """Each attention call and norm of a swapped model is fused, and its masks are structured."""
     model = family.model("eager")
-    truth = exact(model, monkeypatch)
+    truth = exact(model)
     fused = copy.deepcopy(model).double()
-    report = swap_modules(fused)
-    inputs = cast(inputs_of(family), torch.float64)
-    kernel_calls.clear()  # swap_modules compares a packed batch with a padded one
-    expected = run(Outputs(truth, family.outputs), (), inputs)
-    assert not kernel_calls
-    actual = run(Outputs(fused, family.outputs), (), inputs)
+    report = swap_modules(fused, remove_padding=False)
+    inputs, masks = cast(inputs_of(family), torch.float64), spy_on_masks(monkeypatch)
+    with functions_called("layer_norm", "rms_norm") as norm_calls:
+        expected = run(Outputs(truth, family.outputs), (), inputs)
+        assert not masks and not norm_calls
+        actual = run(Outputs(fused, family.outputs), (), inputs)
     assert_equal_in_float64(actual, expected)
 
+    assert len(masks) == family.attentions and all(map(is_structured, masks))
     assert not report.skipped
     assert all(isinstance(norm, Norm) for norm in norms(fused))
-    attentions = ("scaled_dot_product_attention", "varlen_attention")  # padded or packed batches
-    assert sum(kernel_calls.count(name) for name in attentions) == family.attentions
-    called = kernel_calls.count("layer_norm") + kernel_calls.count("rms_norm")
-    assert called >= len(norms(fused)) > 0
+    assert len(norm_calls) >= len(norms(fused)) > 0
     swapped = {s.name for s in report.swapped}
     assert swapped >= {name for name, m in fused.named_modules() if isinstance(m, Norm)}
     assert any(s.to_type == "fused_attn attention" for s in report.swapped)
 
 
+@_exact_softmax()
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_numerics_in_float32(family, monkeypatch):
+def test_numerics_in_float32(family):
     model = family.model("eager")
-    fused = copy.deepcopy(model)
-    swap_modules(fused)
     inputs = [inputs_of(family) for _ in range(DRAWS)]
-    results = {}
-    for name, made in (("eager", model), ("fused", fused), ("truth", exact(model, monkeypatch))):
-        dtype = torch.float64 if name == "truth" else torch.float32
+    results = []
+    for made in (swapped_copy(model), model, exact(model)):
         with torch.no_grad():
-            runs = [Outputs(made, family.outputs)(**cast(given, dtype)) for given in inputs]
-        results[name] = pooled([{f"out{i}": o for i, o in enumerate(out)} for out in runs])
-    assert_within_contract(results["fused"], results["eager"], results["truth"])
+            runs = [Outputs(made, family.outputs)(**cast(i, made.dtype)) for i in inputs]
+        results.append(pooled([{f"out{i}": o for i, o in enumerate(out)} for out in runs]))
+    assert_within_contract(*results)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -156,11 +157,9 @@ def test_loaded_in_another_process(tmp_path):
     """Unpickling a swapped module imports the package, which registers its attention."""
     expected = []
     for name in ("Bert", "Llama"):
-        model = BY_NAME[name].model()
-        swap_modules(model)
+        model = swapped_copy(BY_NAME[name].model())
         torch.save(model, tmp_path / f"{name}.pt")
         with torch.no_grad():
             expected.append(model(input_ids=torch.arange(6).reshape(1, 6))[0])
-    script = [sys.executable, "-c", SCRIPT, tmp_path]
-    subprocess.run(script, check=True)
+    subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=True)
     torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected)

@@ -1,89 +1,38 @@
-"""Hugging Face BERT on fused_attn matches eager attention, and its masks remain structured."""
-
-import copy
+"""Hugging Face BERT after a swap, and the attention function that its layers call."""
 
 import pytest
 import torch
-from enable_helpers import spy_on_masks
-from nn_helpers import assert_equal_in_float64, assert_within_contract, run
+from nn_helpers import assert_within_contract, swapped_copy
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from transformers import BertConfig, BertLMHeadModel, BertModel  # noqa: E402
+from transformers import BertConfig, BertModel  # noqa: E402
 from transformers.models.bert import modeling_bert  # noqa: E402
 
-import fused_attn.nn as fnn  # noqa: E402
 from fused_attn import masks  # noqa: E402
 from fused_attn.integrations import transformers as integration  # noqa: E402
-from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.swap import swap_modules  # noqa: E402
 from fused_attn.tools.compare import compare  # noqa: E402
 
 BATCH, LENGTH = 3, 9
 
 
-def config(**kwargs):
-    return BertConfig(
-        vocab_size=50,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **kwargs,
-    )
+def bert(attention_dropout=0.0):
+    """Return a small BERT with sdpa attention, in training mode, without other dropout."""
+    config = BertConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=32, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=attention_dropout,
+    )  # fmt: skip
+    return BertModel(config)
 
 
-def inputs(padded=True):
+def inputs():
     ids = torch.randint(1, 50, (BATCH, LENGTH))
     attention_mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    if padded:
-        attention_mask[1, 5:] = 0  # right padding
-        attention_mask[2, :3] = 0  # left padding
+    attention_mask[1, 5:] = 0  # right padding
+    attention_mask[2, :3] = 0  # left padding
     return {"input_ids": ids, "attention_mask": attention_mask}
-
-
-class Last(torch.nn.Module):
-    """Wrapper for `run` that returns only the tensors of the output, without padded tokens."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kwargs):
-        out = self.model(**kwargs)
-        pooled = out.get("pooler_output")
-        real = kwargs["attention_mask"].bool()
-        # The pooler reads the first token, which is padding in the last sequence.
-        return out.last_hidden_state[real], None if pooled is None else pooled[real[:, 0]]
-
-
-def eager(model):
-    model.set_attn_implementation("eager")
-    return model
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_bert_equals_eager(padded):
-    model = BertModel(config())
-    kwargs = inputs(padded)
-    fused = copy.deepcopy(model)
-    report = swap_modules(fused)
-    assert type(fused.embeddings.LayerNorm) is fnn.LayerNorm
-    assert fused.config._attn_implementation == "fused_attn"
-    assert "BertModel, sdpa attention" in str(report)
-    truth = run(Last(eager(copy.deepcopy(model).double())), (), kwargs)
-    assert_equal_in_float64(run(Last(copy.deepcopy(fused).double()), (), kwargs), truth)
-    single = run(Last(eager(copy.deepcopy(model))), (), kwargs)
-    actual = run(Last(fused), (), kwargs)
-    zero = [name for name in truth if name.endswith("key.bias")]
-    for name in zero:  # 0 up to rounding: a key bias shifts all scores of a row alike
-        scale = actual[name.replace("bias", "weight")].abs().max()
-        assert actual[name].abs().max() < 1e-5 * scale
-    without = [{k: v for k, v in r.items() if k not in zero} for r in (actual, single, truth)]
-    assert_within_contract(*without)
 
 
 def test_bert_compare(monkeypatch):
@@ -95,7 +44,7 @@ def test_bert_compare(monkeypatch):
         return exact(*args, **kwargs)
 
     monkeypatch.setattr(modeling_bert, "eager_attention_forward", counted)
-    report = compare(BertModel(config()), **inputs(), remove_padding=False)
+    report = compare(bert(), **inputs(), remove_padding=False)
     assert report.ok, str(report)
     names = {row.name for row in report.rows}
     assert {"encoder.layer.0.attention.self", "encoder.layer.1", "embeddings.LayerNorm"} <= names
@@ -103,24 +52,8 @@ def test_bert_compare(monkeypatch):
     assert len(calls) == 2 * 3, "each layer should run once in float64 and twice in float32"
 
 
-def test_bert_padding_is_a_key_mask(monkeypatch):
-    seen = spy_on_masks(monkeypatch)
-    model = BertModel(config())
-    swap_modules(model)
-    model.encoder.layer[0].register_forward_hook(lambda *args: None)  # hooks prevent packing
-    seen.clear()  # swap_modules compares a packed batch with a padded one
-    model(**inputs())
-    assert [tuple(mask.shape) for mask in seen] == [(BATCH, 1, 1, LENGTH)] * 2
-    assert all(mask.dtype == torch.bool for mask in seen)
-    seen.clear()
-    model(inputs()["input_ids"])
-    assert seen == [None, None]
-
-
-def test_bert_with_a_sequence_of_padding_alone():
-    model = BertModel(config())
-    swap_modules(model)
-    kwargs = inputs()
+def test_bert_with_a_fully_padded_sequence():
+    model, kwargs = swapped_copy(bert()), inputs()
     kwargs["attention_mask"][0] = 0
     out = model(**kwargs).last_hidden_state
     out.sum().backward()
@@ -128,74 +61,21 @@ def test_bert_with_a_sequence_of_padding_alone():
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_bert_decoder_is_causal_with_structure(padded, monkeypatch):
-    model = BertLMHeadModel(config(is_decoder=True)).double()
-    kwargs = {**inputs(), "use_cache": False} if padded else {"input_ids": inputs()["input_ids"]}
-    if padded:
-        kwargs["attention_mask"][2, :3] = 1  # eager returns the mean of V for fully masked rows
-    fused = copy.deepcopy(model)
-    swap_modules(fused)
-    expected = eager(model)(**kwargs).logits
-    real = kwargs.get("attention_mask", torch.ones(BATCH, LENGTH)).bool()
-    torch.testing.assert_close(fused(**kwargs).logits[real], expected[real])
-    seen = spy_on_masks(monkeypatch)
-    fused(**kwargs)
-    for mask in seen:
-        assert isinstance(mask, Mask)
-        assert len(mask.bands) == 1
-        assert [m.shape[2] for m in mask.dense_masks] == [1] * padded
-
-
-def test_bert_decoder_with_a_cache():
-    model = BertLMHeadModel(config(is_decoder=True)).double().eval()
-    ids = inputs()["input_ids"]
-    fused = copy.deepcopy(model)
-    swap_modules(fused)
-    expected = eager(model)(ids).logits
-    first = fused(ids[:, :4], use_cache=True)
-    second = fused(ids[:, 4:8], past_key_values=first.past_key_values, use_cache=True)
-    third = fused(ids[:, 8:], past_key_values=second.past_key_values, use_cache=True)
-    actual = torch.cat([first.logits, second.logits, third.logits], dim=1)
-    torch.testing.assert_close(actual, expected)
-
-
-def test_bert_cross_attention():
-    model = BertModel(config(is_decoder=True, add_cross_attention=True)).double().eval()
-    memory = torch.randn(BATCH, 6, 24, dtype=torch.float64)
-    memory_mask = torch.ones(BATCH, 6, dtype=torch.long)
-    memory_mask[0, 4:] = 0
-    kwargs = {
-        "input_ids": inputs()["input_ids"],
-        "encoder_hidden_states": memory,
-        "encoder_attention_mask": memory_mask,
-    }
-    fused = copy.deepcopy(model)
-    swap_modules(fused)
-    expected = eager(model)(**kwargs).last_hidden_state
-    torch.testing.assert_close(fused(**kwargs).last_hidden_state, expected)
-
-
-def test_bert_takes_a_4d_mask_of_the_user():
-    model = BertModel(config()).double()
+def test_bert_with_a_4d_mask_of_the_user():
+    model, ids = bert().double(), inputs()["input_ids"]
     visible = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.6
     visible[..., 0] = True
     bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill_(~visible, float("-inf"))
-    ids = inputs()["input_ids"]
-    fused = copy.deepcopy(model)
-    swap_modules(fused)
-    expected = eager(model)(ids, attention_mask=bias).last_hidden_state
+    fused = swapped_copy(model)
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=bias).last_hidden_state
     for mask in (bias, visible):
         actual = fused(ids, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(actual, expected)
 
 
 def test_bert_attention_dropout():
-    cfg = config()
-    cfg.attention_probs_dropout_prob = 0.5
-    model = BertModel(cfg)
-    swap_modules(model)
-    kwargs = inputs()
+    model, kwargs = swapped_copy(bert(attention_dropout=0.5)), inputs()
 
     def hidden(seed):
         torch.manual_seed(seed)
@@ -207,40 +87,12 @@ def test_bert_attention_dropout():
     assert torch.equal(hidden(1), hidden(2))
 
 
-def test_bert_compile():
-    model = BertModel(config()).eval()
-    swap_modules(model)
-    kwargs = inputs()
-    real = kwargs["attention_mask"].bool()
-    expected = model(**kwargs).last_hidden_state
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**kwargs).last_hidden_state[real], expected[real])
-
-
 # ---- swapping -----------------------------------------------------------------------------------
 
 
-def test_restore():
-    model = BertModel(config())
-    wrapped = torch.nn.Sequential(model)  # swap_modules finds a model inside another module
-    report = swap_modules(wrapped)
-    assert model.config._attn_implementation == "fused_attn"
-    report.restore()
-    assert model.config._attn_implementation == "sdpa"
-    assert type(model.embeddings.LayerNorm) is torch.nn.LayerNorm
-
-
-def test_norms_alone_leave_the_attention():
-    model = BertModel(config())
-    swap_modules(model, attention=False)
-    assert model.config._attn_implementation == "sdpa"
-    assert type(model.embeddings.LayerNorm) is fnn.LayerNorm
-
-
 def test_swapping_twice_and_comparing_a_swapped_model():
-    model = BertModel(config())
-    swap_modules(model)
+    model = bert()
+    assert "BertModel, sdpa attention" in str(swap_modules(model))
     again = swap_modules(model)
     assert not again.swapped
     assert "(the model): its attention was already fused" in str(again)
@@ -258,6 +110,7 @@ PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.boo
 def attend(
     module=None, query_heads=3, attention_mask=None, length=4, dtype=torch.float32, **kwargs
 ):
+    """Return the output of the attention function, and the query, key and value it was given."""
     torch.manual_seed(1)
     query = torch.randn(2, query_heads, length, 8).to(dtype)
     key, value = torch.randn(2, 3, 6, 8).to(dtype), torch.randn(2, 3, 6, 5).to(dtype)
@@ -303,8 +156,7 @@ def test_attention_causality_of_argument_and_module():
             module.is_causal = attribute
         out, qkv = attend(module, is_causal=is_causal)
         torch.testing.assert_close(out, reference(*qkv, is_causal=expected))
-    # A single query is the last token of the sequence.
-    out, qkv = attend(length=1, is_causal=True)
+    out, qkv = attend(length=1, is_causal=True)  # the last token of the sequence
     torch.testing.assert_close(out, reference(*qkv))
 
 
@@ -321,13 +173,10 @@ def test_attention_2d_mask_is_padding(dtype):
 def test_attention_4d_mask_is_complete():
     mask = torch.rand(2, 1, 4, 6) < 0.6
     mask[..., 0] = True
-    out, qkv = attend(attention_mask=mask, is_causal=True)
-    torch.testing.assert_close(out, reference(*qkv, mask))
     bias = torch.randn(2, 1, 4, 6)
-    out, qkv = attend(attention_mask=bias, is_causal=True)
-    torch.testing.assert_close(out, reference(*qkv, bias))
-    out, qkv = attend(attention_mask=masks.dense(mask))
-    torch.testing.assert_close(out, reference(*qkv, mask))
+    for given, dense in ((mask, mask), (bias, bias), (masks.dense(mask), mask)):
+        out, qkv = attend(attention_mask=given, is_causal=True)
+        torch.testing.assert_close(out, reference(*qkv, dense))
 
 
 def attend_with_sinks(query, key, value, mask, sinks):
@@ -363,21 +212,19 @@ def test_attention_sinks(dtype):
 
 
 def test_attention_position_bias():
-    bias = torch.randn(1, 3, 4, 6)
-    out, qkv = attend(position_bias=bias, is_causal=False)
-    torch.testing.assert_close(out, reference(*qkv, bias))
-    causal = torch.ones(4, 6, dtype=torch.bool).tril()
-    out, qkv = attend(position_bias=bias, is_causal=True)
-    torch.testing.assert_close(out, reference(*qkv, bias.masked_fill(~causal, float("-inf"))))
-    key_mask = PADDING[:, None, None, :]
-    out, qkv = attend(position_bias=bias, attention_mask=key_mask)
-    torch.testing.assert_close(out, reference(*qkv, bias.masked_fill(~key_mask, float("-inf"))))
-
-
-def test_attention_refuses_what_it_would_get_wrong():
-    with pytest.raises(
-        NotImplementedError, match=r"block_indices, which selects the blocks of keys"
+    bias, key_mask = torch.randn(1, 3, 4, 6), PADDING[:, None, None, :]
+    for options, visible in (
+        ({"is_causal": False}, torch.tensor(True)),
+        ({"is_causal": True}, torch.ones(4, 6, dtype=torch.bool).tril()),
+        ({"attention_mask": key_mask}, key_mask),
     ):
+        out, qkv = attend(position_bias=bias, **options)
+        expected = reference(*qkv, bias.masked_fill(~visible, float("-inf")))
+        torch.testing.assert_close(out, expected)
+
+
+def test_attention_raises_errors_for_unsupported_arguments():
+    with pytest.raises(NotImplementedError, match="block_indices, which selects the blocks"):
         attend(block_indices=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
         attend(cu_seq_lens_q=torch.tensor([0, 2, 4]), use_cache=True)
@@ -390,8 +237,8 @@ def test_attention_refuses_what_it_would_get_wrong():
     attend(sliding_window=3, is_causal=False)  # as in DiffusionGemma's decoder: all keys
 
 
-def test_bert_output_attentions_are_none_as_with_sdpa():
-    model = BertModel(config())
+def test_bert_returns_no_attention_weights_as_with_sdpa():
+    model = bert()
     kwargs = {**inputs(), "output_attentions": True}
     of_sdpa = model(**kwargs).attentions
     swap_modules(model)
@@ -400,8 +247,8 @@ def test_bert_output_attentions_are_none_as_with_sdpa():
     assert out.attentions == of_sdpa == ()
 
 
-def test_model_without_the_interface_is_left_alone(monkeypatch):
-    model = BertModel(config())
+def test_models_without_attention_interface_are_skipped(monkeypatch):
+    model = bert()
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
     report = swap_modules(model)
     assert model.config._attn_implementation == "sdpa"

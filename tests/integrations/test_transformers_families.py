@@ -1,4 +1,4 @@
-"""Hugging Face model families on fused_attn match eager attention, forward and backward."""
+"""Hugging Face models with attn_implementation="fused_attn" match eager attention, or decline."""
 
 import copy
 import warnings
@@ -9,28 +9,26 @@ from enable_helpers import spy_on_masks
 from hf_configs import small_config
 from hf_families import (
     BY_NAME,
-    FAMILIES,
     LENGTH,
     TEXT,
     VOCABULARY,
     Outputs,
+    is_structured,
     on_eager,
     text,
     transformers,
 )
+from hf_results import _exact_softmax
 from nn_helpers import assert_equal_in_float64, perturb, run
 
 from fused_attn.integrations import transformers as integration
-from fused_attn.masks import Mask
 from fused_attn.swap import swap_modules
 
 integration.register()
 OWN_ATTENTION = {
     "MPNetModel": transformers.MPNetConfig(**TEXT),
     "DebertaV2Model": transformers.DebertaV2Config(**TEXT),
-    "BloomModel": transformers.BloomConfig(
-        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4
-    ),
+    "BloomModel": transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_head=4),
     "GPTJModel": transformers.GPTJConfig(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4
     ),
@@ -47,48 +45,20 @@ def calls(monkeypatch):
     return spy_on_masks(monkeypatch)
 
 
-@pytest.fixture
-def exact_softmax(monkeypatch):
-    """Make softmax ignore `dtype`: eager attention may request float32 even in float64 models."""
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(
-        torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
-    )
-
-
-def assert_equals_eager(model, family, inputs, calls):
-    model = model.double()
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-    expected = run(Outputs(on_eager(model), family.outputs), (), inputs)
-    assert not calls
-    actual = run(Outputs(model, family.outputs), (), inputs)
-    assert len(calls) == family.attentions
-    assert_equal_in_float64(actual, expected)
-
-
-def is_structure(mask):
-    """Return True if a mask contains no tensor with a row for each query."""
-    tensors = mask.dense_masks if isinstance(mask, Mask) else [mask]
-    return mask is None or all(tensor.shape[2] == 1 for tensor in tensors)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_family_equals_eager(family, calls, exact_softmax):
-    assert_equals_eager(family.model("fused_attn"), family, family.inputs(), calls)
-    assert all(is_structure(mask) for mask in calls)
-
-
+@_exact_softmax()
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-def test_packed_sequences_are_documents(name, calls, exact_softmax):
-    family = BY_NAME[name]
+def test_packed_sequences_are_documents(name, calls):
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1]).expand(3, LENGTH)
     inputs = {"input_ids": text()["input_ids"], "position_ids": positions}
-    model = family.model("fused_attn", use_cache=False)
-    assert_equals_eager(model, family, inputs, calls)
-    assert all(is_structure(mask) and len(mask.document_pairs) == 1 for mask in calls)
+    model = BY_NAME[name].model("fused_attn", use_cache=False).double()
+    expected = run(Outputs(on_eager(model), ("logits",)), (), inputs)
+    assert not calls
+    assert_equal_in_float64(run(Outputs(model, ("logits",)), (), inputs), expected)
+    assert len(calls) == 2
+    assert all(is_structured(mask) and len(mask.document_pairs) == 1 for mask in calls)
 
 
-def test_the_name_is_known_everywhere(tmp_path, calls):
+def test_from_pretrained_and_set_attn_implementation(tmp_path, calls):
     made = BY_NAME["Llama"].model()
     assert made.config._attn_implementation == "sdpa"
     made.save_pretrained(tmp_path)
@@ -122,13 +92,13 @@ def test_family_compiles(name):
 
 
 def small_model(kind, implementation="fused_attn"):
-    """Return a small model of a class that is not in FAMILIES."""
-    ways = {"attn_implementation": implementation, "experts_implementation": "eager"}
-    return perturb(kind._from_config(small_config(kind.config_class), **ways)).double().eval()
+    """Return a small float64 model of a class that is not in FAMILIES."""
+    options = {"attn_implementation": implementation, "experts_implementation": "eager"}
+    return perturb(kind._from_config(small_config(kind.config_class), **options)).double().eval()
 
 
 def assert_agrees(actual, expected):
-    """Assert equality up to float32 rounding; float64 models compute some parts in float32."""
+    """Assert equality up to float32 rounding: float64 models compute some parts in float32."""
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -144,11 +114,10 @@ def test_models_that_use_their_masks(name, padded, calls):
     inputs["attention_mask"][2] = 1  # eager returns NaN for left padding
     if not padded:
         del inputs["attention_mask"]
-    real = inputs.get("attention_mask", torch.ones(3, LENGTH)).bool()
-    actual = model(**inputs).last_hidden_state[real]
+    model_outputs = [m(**inputs).last_hidden_state for m in (model, on_eager(model))]
     assert calls
-    expected = on_eager(model)(**inputs).last_hidden_state[real]
-    assert_agrees(actual, expected)
+    real = inputs.get("attention_mask", torch.ones(3, LENGTH)).bool()
+    assert_agrees(*(out[real] for out in model_outputs))
 
 
 def test_decoding_with_compressed_keys():
@@ -161,9 +130,8 @@ def test_decoding_with_compressed_keys():
     assert_agrees(torch.cat(parts, dim=1), expected)
 
 
-def test_arguments_that_change_nothing_are_ignored(calls):
-    family = BY_NAME["Llama"]
-    model, inputs = family.model("fused_attn").model, text()
+def test_arguments_without_effect_are_ignored(calls):
+    model, inputs = BY_NAME["Llama"].model("fused_attn").model, text()
     expected = model(**inputs).last_hidden_state
     actual = model(**inputs, foo=1, logits_to_keep=2, seq_idx=torch.ones(1)).last_hidden_state
     assert torch.equal(actual, expected)
@@ -177,16 +145,13 @@ def test_packed_calls_with_position_ids_and_cu_seq_lens():
     """
     model = BY_NAME["Llama"].model("fused_attn")
     ids = text()["input_ids"][:1]
-    packed = {
-        "input_ids": ids,
-        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
-        "use_cache": False,
-    }
-    told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 4, 9]))
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
+    bounds = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 4, 9]))
     lengths = {"max_length_q": 5, "max_length_k": 5}
-    assert torch.equal(model(**packed, **told, **lengths).logits, model(**packed).logits)
+    expected = model(ids, **packed).logits
+    assert torch.equal(model(ids, **packed, **bounds, **lengths).logits, expected)
     with pytest.raises(NotImplementedError, match="position_ids"):
-        model(ids, **told)
+        model(ids, **bounds)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
@@ -210,29 +175,29 @@ def test_training_without_padding(name):
 
 
 @pytest.mark.parametrize("name", DECLINING)
-def test_models_with_their_own_attention_decline(name, calls):
+def test_models_with_custom_attention_decline(name, calls):
     kind, config = getattr(transformers, name), OWN_ATTENTION[name]
     with pytest.warns(UserWarning, match=f"{name} computes its attention without"):
         model = kind._from_config(copy.deepcopy(config), attn_implementation="fused_attn").eval()
     assert model.config._attn_implementation == "eager"
-    own = kind(copy.deepcopy(config)).eval()
-    own.load_state_dict(model.state_dict())
+    original = kind(copy.deepcopy(config)).eval()
+    original.load_state_dict(model.state_dict())
     kwargs = text()
-    expected = own(**kwargs).last_hidden_state
+    expected = original(**kwargs).last_hidden_state
     torch.testing.assert_close(model(**kwargs).last_hidden_state, expected)
-    report = swap_modules(own, norm=False)
+    report = swap_modules(original, norm=False)
     assert "AttentionInterface" in report.skipped[0].reason
-    torch.testing.assert_close(own(**kwargs).last_hidden_state, expected)
+    torch.testing.assert_close(original(**kwargs).last_hidden_state, expected)
     assert not calls
 
 
-def test_models_without_attention_need_no_warning():
+def test_submodels_without_attention_cause_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         BY_NAME["Detr"].model("fused_attn")  # contains a ResNet, which has no attention
 
 
-def test_models_that_do_more_with_their_masks_decline():
+def test_models_for_eager_attention_alone_decline():
     config = transformers.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, num_heads=4, d_ff=40, num_layers=2
     )
@@ -240,22 +205,16 @@ def test_models_that_do_more_with_their_masks_decline():
         transformers.SwitchTransformersModel._from_config(config, attn_implementation="fused_attn")
 
 
-SAM = [
-    (transformers.SamModel, transformers.SamVisionModel),
-    (transformers.SamHQModel, transformers.SamHQVisionModel),
-]
-
-
-@pytest.mark.parametrize(("whole", "vision"), SAM, ids=["Sam", "SamHQ"])
-def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls):
+@pytest.mark.parametrize("name", ["Sam", "SamHQ"])
+def test_submodels_that_select_attention_classes_by_name_decline(name, calls):
     with pytest.warns(UserWarning, match=r"selects its attention class among eager, sdpa"):
-        model = small_model(whole)
+        model = small_model(getattr(transformers, f"{name}Model"))
     encoder = model.vision_encoder
     assert type(encoder.layers[0].attn).__name__.endswith("SdpaAttention")
     assert encoder.config._attn_implementation == "sdpa"
     assert model.config.mask_decoder_config._attn_implementation == "fused_attn"
 
-    model = small_model(vision, "sdpa")
+    model = small_model(getattr(transformers, f"{name}VisionModel"), "sdpa")
     report = swap_modules(model, norm=False)
     assert not report.swapped
     assert [s.name for s in report.skipped] == ["(the model)", "vision_encoder"]
@@ -265,7 +224,7 @@ def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls
     assert not calls
 
 
-def test_models_that_hand_over_blocks_of_keys_decline(calls):
+def test_models_that_select_blocks_of_keys_decline(calls):
     model = small_model(transformers.MiniMaxM3VLModel, "eager")
     inputs = text()
     expected = model(**inputs).last_hidden_state
@@ -284,7 +243,7 @@ def test_models_without_attention_are_not_reported_as_fused():
     assert report.skipped[0].reason == "nothing in it calls transformers' AttentionInterface"
 
 
-def test_models_that_decline_keep_what_they_have():
+def test_models_that_decline_keep_their_implementation():
     model = small_model(transformers.SamVisionModel, "eager")
     integration.set_implementation(model, "fused_attn")
     assert model.vision_encoder.config._attn_implementation == "eager"

@@ -13,6 +13,7 @@ from nn_helpers import perturb
 from torch import Tensor
 
 from fused_attn.integrations import transformers as integration
+from fused_attn.masks import Mask
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -203,6 +204,12 @@ class Outputs(torch.nn.Module):
             else out[name]
             for name in self.names
         )
+
+
+def is_structured(mask: Any) -> bool:
+    """Return True if a mask contains no tensor with a row for each query."""
+    tensors = mask.dense_masks if isinstance(mask, Mask) else [mask]
+    return mask is None or all(tensor.shape[2] == 1 for tensor in tensors)
 
 
 def on_eager(model: Any) -> Any:

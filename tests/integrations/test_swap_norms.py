@@ -7,23 +7,15 @@ import pickle
 import pytest
 import torch
 from helpers import saved_and_loaded
-from nn_helpers import (
-    DRAWS,
-    assert_equal_in_float64,
-    assert_within_contract,
-    perturb,
-    pooled,
-    run,
-)
+from nn_helpers import DRAWS, assert_within_contract, cast, perturb, pooled, run, swapped_copy
 
-from fused_attn import functional
 from fused_attn.integrations.transformers.norms import TransformersNorm
 from fused_attn.swap import contains_fused_modules, swap_modules
 
 pytest.importorskip("transformers", minversion="5.0", reason="reason: needs transformers")
 
 HIDDEN = 24
-# class -> (its module under transformers.models, the number that the formula adds to its weight)
+# class -> (its module under transformers.models, number that its formula adds to the weight)
 NORMS = {
     "LlamaRMSNorm": ("llama.modeling_llama", 0.0),
     "Qwen3RMSNorm": ("qwen3.modeling_qwen3", 0.0),
@@ -72,38 +64,10 @@ class Exact(torch.nn.Module):
 @pytest.mark.parametrize(("input_type", "weight_type"), TYPES, ids=str)
 def test_numerics_and_type(norm, input_type, weight_type):
     norm.to(weight_type)
-    fused = copy.deepcopy(norm)
-    swap_modules(fused)
-    results = {"fused": [], "eager": [], "truth": []}
-    for _ in range(DRAWS):
-        x = torch.randn(3, 5, HIDDEN).to(input_type).requires_grad_()
-        exact = x.detach().double().requires_grad_()
-        results["fused"].append(run(fused, (x,)))
-        results["eager"].append(run(norm, (x,)))
-        results["truth"].append(run(Exact(norm), (exact,)))
-    assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
-
-
-def test_equal_in_float64(norm):
-    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
-    exact = Exact(norm)
-    fused = norm.double()
-    swap_modules(fused)
-    assert_equal_in_float64(run(fused, (x,)), run(exact, (x,)))
-
-
-def test_the_kernel_is_called(norm, monkeypatch):
-    calls = []
-    rms_norm = functional.rms_norm
-    monkeypatch.setattr(
-        functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs)
-    )
-    x = torch.randn(2, HIDDEN)
-    norm(x)
-    assert not calls
-    swap_modules(norm)
-    norm(x)
-    assert calls == [1]
+    inputs = [torch.randn(3, 5, HIDDEN).to(input_type).requires_grad_() for _ in range(DRAWS)]
+    fused, eager = ([run(m, (x,)) for x in inputs] for m in (swapped_copy(norm), norm))
+    truth = [run(Exact(norm), (cast(x, torch.float64),)) for x in inputs]
+    assert_within_contract(*map(pooled, (fused, eager, truth)))
 
 
 def test_report_identity_and_restore(norm):
@@ -123,20 +87,19 @@ def test_report_identity_and_restore(norm):
     assert torch.equal(norm(x), before)
 
 
-def test_only_norms_on_request(norm):
+def test_norm_flag(norm):
     assert not swap_modules(norm, norm=False).swapped
     assert len(swap_modules(norm, attention=False).swapped) == 1
 
 
 def test_copies_and_pickles_stay_swapped(norm):
-    model = torch.nn.Sequential(norm)
-    swap_modules(model)
+    swap_modules(norm)
     x = torch.randn(2, HIDDEN)
-    expected = model(x)
-    pickled = pickle.loads(pickle.dumps(model))
-    for made in (copy.deepcopy(model), pickled, saved_and_loaded(model)):
-        assert type(made[0]) is type(norm)
-        assert made[0].weight is not norm.weight
+    expected = norm(x)
+    pickled = pickle.loads(pickle.dumps(norm))
+    for made in (copy.deepcopy(norm), pickled, saved_and_loaded(norm)):
+        assert type(made) is type(norm)
+        assert made.weight is not norm.weight
         assert torch.equal(made(x), expected)
 
 
@@ -146,27 +109,22 @@ def test_copies_and_pickles_stay_swapped(norm):
 def test_compile(norm):
     swap_modules(norm)
     x = torch.randn(2, HIDDEN, requires_grad=True)
+    expected = run(norm, (x,))
     torch._dynamo.reset()
-    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
-    results = []
-    for model in (compiled, norm):
-        out = model(x)
-        results.append((out, *torch.autograd.grad(out.sum(), (x, *norm.parameters()))))
-    torch.testing.assert_close(*results)
+    norm.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(norm, (x,)), expected)
 
 
 @pytest.mark.parametrize("name", ["LlamaRMSNorm", "T5LayerNorm"])
-def test_autocast_gives_the_type_of_the_original(name):
+def test_autocast_returns_the_dtype_of_the_original(name):
     original = make(name)
-    fused = copy.deepcopy(original)
-    swap_modules(fused)
-    x = torch.randn(2, HIDDEN)
+    fused, x = swapped_copy(original), torch.randn(2, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
         for given in (x, x.bfloat16()):
             assert fused(given).dtype == original(given).dtype
 
 
-def test_subclasses_are_left_alone():
+def test_subclasses_are_skipped():
     class Shifted(class_of("LlamaRMSNorm")):
         def forward(self, hidden_states):
             return super().forward(hidden_states) + 1.0
@@ -177,20 +135,8 @@ def test_subclasses_are_left_alone():
     assert "subclass of transformers.models.llama" in report.skipped[0].reason
 
 
-def test_norms_of_unknown_code_are_left_alone():
+def test_norms_with_unknown_code_are_skipped():
     class FusedRMSNorm(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
-
-        def forward(self, hidden_states):
-            return hidden_states * self.weight
-
-    class ChangedRMSNorm(torch.nn.Module):
-        """Norm with the module and attributes of Llama's norm, but a different formula."""
-
-        __module__ = class_of("LlamaRMSNorm").__module__
-
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
@@ -198,6 +144,11 @@ def test_norms_of_unknown_code_are_left_alone():
 
         def forward(self, hidden_states):
             return self.weight * hidden_states
+
+    class ChangedRMSNorm(FusedRMSNorm):
+        """Norm with the module and attributes of Llama's norm, but a different formula."""
+
+        __module__ = class_of("LlamaRMSNorm").__module__
 
     for kind in (FusedRMSNorm, ChangedRMSNorm):
         report = swap_modules(torch.nn.Sequential(kind()))
@@ -211,17 +162,11 @@ COPIES = ["Qwen2", "Qwen3Moe", "Mixtral", "Phi3", "Gemma", "Gemma3", "Olmo2", "M
 
 @pytest.mark.parametrize("model", COPIES)
 def test_copies_in_other_models_are_known(model):
-    module = importlib.import_module(
-        f"transformers.models.{model_folder(model)}.modeling_{model_folder(model)}"
-    )
+    folder = "qwen3_moe" if model == "Qwen3Moe" else model.lower()
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     kind = getattr(module, f"{model}RMSNorm", None) or getattr(module, f"{model}LayerNorm")
     norm = perturb(kind(HIDDEN))
     x = torch.randn(2, HIDDEN)
     expected = norm(x)
     assert len(swap_modules(norm).swapped) == 1
     torch.testing.assert_close(norm(x), expected)
-
-
-def model_folder(model):
-    folders = {"Qwen3Moe": "qwen3_moe"}
-    return folders.get(model, model.lower())

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-import transformers
-from nn_helpers import run
+from hf_families import Outputs, transformers
+from nn_helpers import run, swapped_copy
 
 from fused_attn import use_backend
 from fused_attn.integrations.transformers import rotary
@@ -23,24 +23,19 @@ SMALL = {
     "pad_token_id": 0,
     "head_dim": 16,
 }
-# One model for each rotary function that swap_modules knows.
+# One model for each rotary function that swap_modules recognizes.
 MODELS = ["Llama", "GPTNeoX", "Olmo", "ModernBert", "Cohere", "Phi3", "Gemma4Text"]
+LLAMA = transformers.models.llama.modeling_llama
 
 
-def small_model(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def small_model(name="Llama"):
     config = getattr(transformers, f"{name}Config")(**SMALL, bos_token_id=1, eos_token_id=2)
     kind = getattr(transformers, f"{name}Model")
-    torch.manual_seed(0)
-    return kind._from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    return kind._from_config(config, attn_implementation="sdpa").eval()
 
 
-class LastHiddenState(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(ids).last_hidden_state
+def tokens():
+    return torch.randint(1, 100, (2, 11))
 
 
 @pytest.fixture
@@ -60,16 +55,10 @@ def rotations(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, rotations):
     """Fused rotary embeddings change outputs and gradients only by rounding."""
-    model = small_model(name, torch.float64)
-    ids = torch.randint(1, 100, (2, 11))
-
-    def results():
-        return run(LastHiddenState(model), (ids,))
-
-    before = results()
-    swap_modules(model, norm=False, remove_padding=False)
-    model.set_attn_implementation("sdpa")  # so that only the rotary embeddings are fused
-    after = results()
+    model, ids = small_model(name).double(), {"input_ids": tokens()}
+    fused = swapped_copy(model, norm=False, remove_padding=False)
+    fused.set_attn_implementation("sdpa")  # so that only the rotary embeddings are fused
+    before, after = (run(Outputs(m, ("last_hidden_state",)), (), ids) for m in (model, fused))
     assert rotations[-2][:3] == (2, 4, 11) and rotations[-1][2] == 11
     for key, expected in before.items():
         scale = expected.abs().max().item()  # some original functions compute in float32
@@ -77,8 +66,7 @@ def test_models(name, rotations):
 
 
 def test_restore_pickle_and_compile(rotations):
-    model = small_model("Llama")
-    ids = torch.randint(1, 100, (1, 7))
+    model, ids = small_model(), tokens()
     forward = type(model.layers[0].self_attn).forward
     with torch.no_grad():
         before = model(ids)[0]
@@ -87,7 +75,7 @@ def test_restore_pickle_and_compile(rotations):
         count = len(rotations)
         assert torch.equal(pickle.loads(pickle.dumps(model))(ids)[0], after)
         assert len(rotations) == 2 * count > 0
-        # Graphs contain torch's operations, which compilers fuse, instead of our kernel.
+        # Graphs contain torch's operations instead of the kernel, because compilers fuse them.
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids)[0], after)
         assert len(rotations) == 2 * count
@@ -98,9 +86,8 @@ def test_restore_pickle_and_compile(rotations):
 
 def test_other_models_keep_their_functions(rotations):
     """A swap affects no other model of the class, and does not fuse GPT-J's rotary embedding."""
-    swapped, other = small_model("Llama"), small_model("Llama")
-    swap_modules(swapped)
-    other(torch.randint(1, 100, (1, 7)))
+    swap_modules(small_model())
+    small_model()(tokens())
     assert not rotations
     config = transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
     gpt = transformers.GPTJModel(config)
@@ -108,38 +95,34 @@ def test_other_models_keep_their_functions(rotations):
 
 
 @pytest.mark.parametrize(
-    ("change", "fused"),
+    ("shape", "options", "fused"),
     [
-        ({}, True),
-        ({"unsqueeze_dim": 1}, True),
-        ({"unsqueeze_dim": 2}, True),
-        ({"cos": torch.ones(1, 5, 8)}, True),
-        ({"cos": torch.ones(2, 5, 8, dtype=torch.float64)}, False),  # the original returns float64
-        ({"cos": torch.ones(1, 5, 4)}, False),  # the original raises an error
-        ({"cos": torch.ones(1, 1, 8)}, False),  # the original broadcasts cos
+        ((2, 5, 8), {}, True),
+        ((2, 5, 8), {"unsqueeze_dim": 1}, True),
+        ((2, 5, 8), {"unsqueeze_dim": 2}, True),
+        ((1, 5, 8), {}, True),
+        ((1, 1, 8), {}, False),  # the original broadcasts cos and sin
+        ((2, 5, 4), {}, None),  # the original raises an error
     ],
 )
-def test_calls(change, fused, rotations):
+# With float64 cos and sin, the original returns float64.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_calls(shape, options, fused, dtype, rotations):
     """Calls that the rotary kernel does not support are passed to the original function."""
-    module = transformers.models.llama.modeling_llama
-    function = rotary._fused(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", False)
+    original = LLAMA.apply_rotary_pos_emb
+    function = rotary._fused(original, "apply_rotary_pos_emb", False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
-    if change.get("unsqueeze_dim") == 2:
+    if options.get("unsqueeze_dim") == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    cos, sin = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    cos = change.pop("cos", cos)
-    if cos.shape[2] < 8:
+    cos, sin = torch.randn(2, *shape, dtype=dtype)
+    if fused is None:
         with pytest.raises(RuntimeError, match="must match"):
-            function(q, k, cos, cos)
+            function(q, k, cos, sin)
         return
-    sin = sin[: cos.shape[0], : cos.shape[1]].to(cos)
-    expected = module.apply_rotary_pos_emb(q, k, cos, sin, **change)
-    torch.testing.assert_close(function(q, k, cos, sin, **change), expected)
-    torch.testing.assert_close(function(q, k, cos=cos, sin=sin, **change), expected)
-    assert len(rotations) == 2 * fused
-
-
-LLAMA = transformers.models.llama.modeling_llama
+    expected = original(q, k, cos, sin, **options)
+    torch.testing.assert_close(function(q, k, cos, sin, **options), expected)
+    torch.testing.assert_close(function(q, k, cos=cos, sin=sin, **options), expected)
+    assert len(rotations) == 2 * (fused and dtype == torch.float32)
 
 
 def test_patches_of_the_function_are_called(monkeypatch, rotations):
@@ -150,17 +133,15 @@ def test_patches_of_the_function_are_called(monkeypatch, rotations):
         seen.append(q.shape)
         return original(q, k, cos, sin, unsqueeze_dim)
 
-    before, after = small_model("Llama"), small_model("Llama")
-    ids = torch.randint(1, 100, (1, 7))
-    swap_modules(before)
+    before = swapped_copy(small_model())
     monkeypatch.setattr(LLAMA, "apply_rotary_pos_emb", patched)
-    swap_modules(after)
-    before(ids), after(ids)
+    after = swapped_copy(small_model())
+    before(tokens()), after(tokens())
     assert len(seen) == 2 and not rotations
 
 
 def test_patches_of_a_class_are_called(monkeypatch):
-    swap_modules(small_model("Llama")).restore()
+    swap_modules(small_model()).restore()
     seen, original = [], LLAMA.LlamaAttention.forward
 
     def patched(self, *args, **kwargs):
@@ -168,16 +149,14 @@ def test_patches_of_a_class_are_called(monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LLAMA.LlamaAttention, "forward", patched)
-    model = small_model("Llama")
-    swap_modules(model)
-    model(torch.randint(1, 100, (1, 7)))
+    swapped_copy(small_model())(tokens())
     assert len(seen) == 1
     monkeypatch.undo()
-    model = small_model("Llama")
-    assert any("Attention" in s.from_type.split(".")[-1] for s in swap_modules(model).swapped)
+    report = swap_modules(small_model())
+    assert any("Attention" in s.from_type.split(".")[-1] for s in report.swapped)
 
 
-def test_functions_of_other_code_are_not_known():
+def test_functions_with_other_defaults_are_unknown():
     code = rotary._code
     assert code(LLAMA.apply_rotary_pos_emb) in rotary._known()
 
@@ -189,15 +168,13 @@ def test_functions_of_other_code_are_not_known():
     assert code(torch.nn.Identity()) is code(lambda *args: code) is None
 
 
-def test_without_a_kernel_the_original_runs(rotations):
-    model = small_model("Llama")
-    swap_modules(model)
+def test_backend_eager_runs_the_original(rotations):
     with use_backend("eager"):
-        model(torch.randint(1, 100, (1, 7)))
+        swapped_copy(small_model())(tokens())
     assert not rotations
 
 
-def test_unknown_decorators_are_left_alone():
+def test_forward_with_an_unknown_decorator_is_not_fused():
     class Attention(torch.nn.Module):
         def forward(self, q, k, cos, sin):
             return LLAMA.apply_rotary_pos_emb(q, k, cos, sin)

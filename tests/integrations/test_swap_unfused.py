@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from attention_by_hand import attend
 from attention_by_hand import scaled_dot_product_attention as by_hand_sdpa
-from torch import matmul as product
+from torch import matmul as renamed_matmul
 from torch import nn
-from torch.nn.functional import softmax as normalized
+from torch.nn.functional import softmax as renamed_softmax
 from torch.profiler import profile
 
 import fused_attn
@@ -29,9 +29,7 @@ class Operators(nn.Module):
 class SoftmaxModule(nn.Module):
     """Attention as in vit-pytorch: the second product precedes the softmax in the source text."""
 
-    def __init__(self):
-        super().__init__()
-        self.attend = nn.Softmax(-1)
+    attend = nn.Softmax(-1)
 
     def forward(self, x):
         scores = torch.matmul(x, x.mT)
@@ -69,9 +67,7 @@ class Loss(nn.Module):
 class Either(nn.Module):
     """Attention as in nanoGPT: calls torch's function, or is hand-written if `flash` is False."""
 
-    def __init__(self, flash):
-        super().__init__()
-        self.flash = flash
+    flash = True
 
     def forward(self, x):
         if self.flash:
@@ -100,9 +96,7 @@ class Processor:
 class Processed(nn.Module):
     """Attention as in diffusers: a processor calls torch's function."""
 
-    def __init__(self):
-        super().__init__()
-        self.processor = Processor()
+    processor = Processor()
 
     def forward(self, x):
         return self.processor(x)
@@ -121,12 +115,12 @@ class Methods(nn.Module):
         return nn.Softmax(-1)(x @ x.mT)
 
 
-# Methods `forward` with hand-written attention of y to itself.
+# `forward` methods with hand-written attention of y to itself.
 WRITTEN = {
     "one expression": lambda self, y: torch.softmax(y @ y.mT, -1) @ y,
     "functional": lambda self, y: F.softmax(y @ y.mT, dim=-1) @ y,
     "method": lambda self, y: (y @ y.mT).softmax(-1).matmul(y),
-    "renamed": lambda self, y: product(normalized(product(y, y.mT), -1), y),
+    "renamed": lambda self, y: renamed_matmul(renamed_softmax(renamed_matmul(y, y.mT), -1), y),
     "bmm": lambda self, y: torch.bmm(torch.softmax(torch.bmm(y, y.mT), -1), y),
     "einsum": lambda self, y: torch.einsum(
         "bij,bjd->bid", torch.softmax(torch.einsum("bid,bjd->bij", y, y), -1), y
@@ -142,14 +136,17 @@ WRITTEN = {
 }
 
 
+def reasons(module, **options):
+    return [entry.reason for entry in swap_modules(module, **options).unfused]
+
+
 @pytest.mark.parametrize("forward", WRITTEN.values(), ids=WRITTEN)
 def test_forms_of_hand_written_attention(forward):
-    module = type("Written", (nn.Module,), {"forward": forward})()
-    assert [entry.reason for entry in swap_modules(module).unfused] == [BY_HAND]
+    assert reasons(type("Written", (nn.Module,), {"forward": forward})()) == [BY_HAND]
 
 
 @pytest.mark.parametrize(
-    ("module", "what"),
+    ("module", "reason"),
     [
         (Operators(), BY_HAND),
         (SoftmaxModule(), BY_HAND),
@@ -159,7 +156,7 @@ def test_forms_of_hand_written_attention(forward):
         (Extended(), BY_HAND),
         (Sdpa(), CALLS_SDPA),
         (Processed(), CALLS_SDPA),
-        (Either(True), EITHER),
+        (Either(), EITHER),
         (Pooling(), None),
         (Loss(), None),
         (Unused(3, 3), None),
@@ -170,13 +167,13 @@ def test_forms_of_hand_written_attention(forward):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_what_is_found(module, what):
+def test_reasons(module, reason):
     report = swap_modules(nn.Sequential(module, nn.LayerNorm(4)))
-    assert [entry.reason for entry in report.unfused] == ([] if what is None else [what])
-    if what is not None:
+    assert [entry.reason for entry in report.unfused] == ([] if reason is None else [reason])
+    if reason is not None:
         assert str(report).splitlines()[0] == "1 swapped, 0 left alone, 1 with other attention"
-        assert what in str(report)
-    assert not swap_modules(module, attention=False).unfused
+        assert reason in str(report)
+    assert not reasons(module, attention=False)
 
 
 def _refuse(name):
@@ -197,21 +194,21 @@ class Lazy(nn.Module):
 
 
 def test_nothing_is_imported():
-    assert [entry.reason for entry in swap_modules(Lazy()).unfused] == [BY_HAND]
+    assert reasons(Lazy()) == [BY_HAND]
 
 
 @pytest.mark.parametrize("wrap", [torch.jit.script, torch.fx.symbolic_trace, torch.compile])
 def test_modules_without_readable_code(wrap):
-    assert not swap_modules(wrap(Pooling())).unfused
+    assert not reasons(wrap(Pooling()))
 
 
-def test_the_forward_of_an_instance_is_what_runs():
+def test_forward_of_an_instance_overrides_its_class():
     module = nn.Identity()
     module.forward = Operators().forward
-    assert [entry.reason for entry in swap_modules(module).unfused] == [BY_HAND]
+    assert reasons(module) == [BY_HAND]
 
 
-def test_a_model_of_nothing_but_such_attention():
+def test_model_that_is_itself_unfused_attention():
     report = swap_modules(Sdpa())
     assert not report.swapped and "(the model)" in str(report) and "enable()" in str(report)
 
@@ -224,15 +221,11 @@ def test_reprs_show_what_is_fused():
     assert "fused_attn" not in repr(model)
 
 
-def test_profilers_see_the_kernels():
+def test_profilers_list_the_kernels():
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
-
-    def step():
+    with profile() as events:
         out = fused_attn.scaled_dot_product_attention(x, x, x)
         fused_attn.layer_norm(out, 8).sum().backward()
-
-    with profile() as events:
-        step()
     names = {event.key for event in events.key_averages()}
     passes = {"attention_fwd", "attention_bwd", "norm_fwd", "norm_bwd"}
     assert {f"fused_attn::cpp::{name}" for name in passes} <= names

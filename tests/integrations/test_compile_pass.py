@@ -171,24 +171,35 @@ def added_by_name(q, k, v):
     return (scores.softmax(-1) @ v).view(B, H, L, D)
 
 
-WAYS = [
+def unsigned_bias(q, k, v):
+    return (q @ k.mT - CAUSAL.to(torch.uint8)).softmax(-1) @ v
+
+
+FUSED = [
     nanogpt, annotated_transformer, vit, esm, swin, sam, einsum, one_head_of_keys, alibi_by_baddbmm,
     t5, gpt2, swin_v2, capped, espnet, in_steps, shifted, viewed, by_name, added_by_name,
+    unsigned_bias,
 ]  # fmt: skip
 
 
+def check(function, dtype=torch.float32, gradients=True, **more):
+    """Assert that a function of query, key, value and `more` is fused, and return the verdict."""
+    inputs = dict(zip(("query", "key", "value"), operands(dtype), strict=True)) | more
+    attention = compile_pass()
+    run = compiled(function, attention)
+    with torch.set_grad_enabled(gradients):
+        verdict = contract.check(run, function, inputs, dtype, gradients=gradients)
+    assert verdict.ok, verdict.worst
+    assert attention.fused == len(attention.found) == 1, attention
+    return verdict
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ways_to_write_it(way, dtype):
-    names = dict(zip(("query", "key", "value"), operands(dtype), strict=True))
-    # The pass receives the same graph with and without gradients: compile it twice in float32 only.
-    for gradients in (False, True)[dtype == torch.bfloat16 :]:
-        attention = compile_pass()
-        run = compiled(way, attention)
-        with torch.set_grad_enabled(gradients):
-            verdict = contract.check(run, way, names, dtype, gradients=gradients)
-        assert verdict.ok, verdict.worst
-        assert attention.fused == len(attention.found) == 1, attention
+@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
+def test_fused_functions(function, dtype):
+    check(function, dtype)
+    if dtype == torch.float32:  # once is enough: the graph is the same with and without gradients
+        check(function, gradients=False)
 
 
 def attend(q, k, v, mask=None, fill=INF, bias=None, dropout_p=0.0):
@@ -198,48 +209,27 @@ def attend(q, k, v, mask=None, fill=INF, bias=None, dropout_p=0.0):
     return F.dropout(scores.softmax(-1), dropout_p) @ v
 
 
-def test_a_bias_has_its_gradient():
-    names = dict(zip(("query", "key", "value"), operands(), strict=True)) | {"bias": BIAS}
-    attention = compile_pass()
-
-    def way(q, k, v, bias):
-        return attend(q, k, v, ~CAUSAL, bias=bias)
-
-    verdict = contract.check(compiled(way, attention), way, names, torch.float32, gradients=True)
-    assert verdict.ok and attention.fused == 1, verdict.worst
+def test_gradient_of_a_bias():
+    verdict = check(lambda q, k, v, bias: attend(q, k, v, ~CAUSAL, bias=bias), bias=BIAS)
     assert "grad bias" in [finding.name for finding in verdict.findings]
 
 
+MASKED_SEQUENCE = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
+
+
 @pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
-def test_rows_that_a_number_hides_are_as_in_eager(fill):
+def test_rows_fully_masked_with_a_finite_score(fill):
     """Rows fully masked with a finite score return the mean of V, as in eager attention."""
-    mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
-    names = dict(zip(("query", "key", "value"), operands(), strict=True))
-
-    def way(q, k, v):
-        return attend(q, k, v, mask, fill)
-
-    attention = compile_pass()
-    verdict = contract.check(compiled(way, attention), way, names, torch.float32, gradients=True)
-    assert verdict.ok and attention.fused == 1, verdict.worst
+    check(lambda q, k, v: attend(q, k, v, MASKED_SEQUENCE, fill))
 
 
-def test_rows_that_infinity_hides_are_0():
+def test_rows_fully_masked_with_infinity_are_0():
     q, k, v = operands()
-    mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
-    out = compiled(lambda q, k, v: attend(q, k, v, mask), compile_pass())(q, k, v)
+    out = compiled(lambda q, k, v: attend(q, k, v, MASKED_SEQUENCE), compile_pass())(q, k, v)
     assert out[1].eq(0).all() and torch.allclose(out[0], attend(q, k, v)[0], atol=1e-5)
 
 
-def test_an_unsigned_tensor_is_subtracted():
-    function = lambda q, k, v: (q @ k.mT - CAUSAL.to(torch.uint8)).softmax(-1) @ v  # noqa: E731
-    q, k, v = operands()
-    attention = compile_pass()
-    torch.testing.assert_close(compiled(function, attention)(q, k, v), function(q, k, v))
-    assert attention.fused == 1
-
-
-def test_dropout_is_that_of_training():
+def test_dropout_in_training():
     q, k, v = operands()
     attention = compile_pass()
     run = compiled(lambda q, k, v: attend(q, k, v, dropout_p=0.5), attention)
@@ -262,14 +252,6 @@ def weights_too(q, k, v):
     return weights @ v, weights
 
 
-def classifier(q, k, v):
-    return torch.relu(q).softmax(-1)
-
-
-def two_products(q, k, v):
-    return (q @ k.transpose(-2, -1) * (k @ q.transpose(-2, -1))).softmax(-1) @ v
-
-
 def written_between(q, k, v):
     scores = q @ k.transpose(-2, -1)
     v = v.clone()
@@ -283,55 +265,15 @@ def bias_of_scores(q, k, v):
     return (scores + torch.relu(scores)).softmax(-1) @ v
 
 
-def filled_with_little(q, k, v):
-    """Attention with a fill value that replaces scores but is too large to mask them."""
-    return (q @ k.transpose(-2, -1)).masked_fill(CAUSAL, -2.0).softmax(-1) @ v
-
-
-def hidden_then_scaled(q, k, v):
-    return ((q @ k.transpose(-2, -1)).masked_fill(~CAUSAL, -2e4) * 0.25).softmax(-1) @ v
-
-
-def in_float64(q, k, v):
-    weights = (q @ k.transpose(-2, -1)).softmax(-1, dtype=torch.float64)
-    return weights.to(q.dtype) @ v
-
-
-def bias_of_more_heads(q, k, v):
-    return (q[:, :1] @ k[:, :1].transpose(-2, -1) + BIAS).softmax(-1) @ v
-
-
-def values_in_float64(q, k, v):
-    return ((q @ k.transpose(-2, -1)).softmax(-1).double() @ v.double()).to(q.dtype)
-
-
 def scores_too(q, k, v):
     scores = q @ k.transpose(-2, -1)
     return scores.softmax(-1) @ v + scores.amax()
-
-
-def other_way_round(q, k, v):
-    """Attention with the softmax over queries instead of keys."""
-    return (q @ k.transpose(-2, -1)).softmax(-2) @ v
-
-
-def second_factor(q, k, v):
-    return v[..., :L, :].transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)
-
-
-def nan_is_uniform(q, k, v):
-    scores = (q @ k.transpose(-2, -1)).masked_fill(~PADDING, INF)
-    return scores.softmax(-1).nan_to_num(nan=1 / L) @ v
 
 
 def in_a_buffer(q, k, v):
     scores = torch.zeros(B * H, L, L)
     weights = scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(-1)
     return weights @ v.flatten(0, 1) + scores[..., :D]
-
-
-def integers(q, k, v):
-    return (q @ k.transpose(-2, -1)).to(torch.int32).float().softmax(-1) @ v
 
 
 def tanh_of_shifted(q, k, v):
@@ -345,26 +287,56 @@ def filled_after_a_shift(q, k, v):
     return scores.masked_fill(~CAUSAL, -1e4).softmax(-1) @ v
 
 
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        (filled_after_a_shift, "masked by a finite number"),
-        (nan_is_uniform, "another number than 0"), (in_a_buffer, "existing tensor"),
-        (integers, "to integers"), (tanh_of_shifted, "tanh is applied to"),
-        (weights_too, "or by more than one"), (classifier, "scores depend on relu"),
-        (two_products, "differs between keys"), (written_between, "in place"),
-        (scores_too, "also used by"), (bias_of_scores, "depends on the scores"),
-        (bias_of_more_heads, "enlarges"), (values_in_float64, "same floating-point dtype"),
-        (filled_with_little, "above -10000"), (hidden_then_scaled, "factor after the mask"),
-        (reshaped_by_name, "keyword arguments"),
-        (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
-def test_what_is_something_else_stays(way, reason):
+# Case -> (function that is not fused, part of the reason).
+UNFUSED = {
+    "filled after a shift": (filled_after_a_shift, "masked by a finite number"),
+    "NaN becomes uniform": (
+        lambda q, k, v: (q @ k.mT).masked_fill(~PADDING, INF).softmax(-1).nan_to_num(nan=1 / L) @ v,
+        "another number than 0",
+    ),
+    "in a buffer": (in_a_buffer, "existing tensor"),
+    "integers": (lambda q, k, v: (q @ k.mT).to(torch.int32).float().softmax(-1) @ v, "to integers"),
+    "tanh of shifted scores": (tanh_of_shifted, "tanh is applied to"),
+    "weights are returned": (weights_too, "or by more than one"),
+    "no scores": (lambda q, k, v: torch.relu(q).softmax(-1), "scores depend on relu"),
+    "two products": (
+        lambda q, k, v: (q @ k.mT * (k @ q.mT)).softmax(-1) @ v,
+        "differs between keys",
+    ),
+    "written in between": (written_between, "in place"),
+    "scores are returned": (scores_too, "also used by"),
+    "bias depends on scores": (bias_of_scores, "depends on the scores"),
+    "bias with more heads": (
+        lambda q, k, v: (q[:, :1] @ k[:, :1].mT + BIAS).softmax(-1) @ v,
+        "enlarges",
+    ),
+    "values in float64": (
+        lambda q, k, v: ((q @ k.mT).softmax(-1).double() @ v.double()).to(q.dtype),
+        "same floating-point dtype",
+    ),
+    "fill value too large for a mask": (
+        lambda q, k, v: (q @ k.mT).masked_fill(CAUSAL, -2.0).softmax(-1) @ v,
+        "above -10000",
+    ),
+    "scaled after the mask": (
+        lambda q, k, v: ((q @ k.mT).masked_fill(~CAUSAL, -2e4) * 0.25).softmax(-1) @ v,
+        "factor after the mask",
+    ),
+    "reshaped by name": (reshaped_by_name, "keyword arguments"),
+    "softmax in float64": (
+        lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64).to(q.dtype) @ v,
+        "float64",
+    ),
+    "softmax over queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, None),
+    "weights as second factor": (lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1), "weights"),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), UNFUSED.values(), ids=UNFUSED)
+def test_unfused_functions(function, reason):
     attention = compile_pass()
     q, k, v = operands()
-    torch.testing.assert_close(compiled(way, attention)(q, k, v), way(q, k, v))
+    torch.testing.assert_close(compiled(function, attention)(q, k, v), function(q, k, v))
     assert attention.fused == 0
     if reason is not None:
         (found,) = attention.found
@@ -372,8 +344,8 @@ def test_what_is_something_else_stays(way, reason):
         assert reason in repr(attention)
 
 
-def test_inductor_and_sizes_that_change():
-    """Given in torch.compile's options, the pass fuses training attention of varying lengths."""
+def test_inductor_with_varying_lengths():
+    """As an option of torch.compile, the pass fuses training attention of varying lengths."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
@@ -398,13 +370,14 @@ def test_under_autocast():
     q, k, v = operands()
     attention = compile_pass()
 
-    def way(q, k, v):
+    def function(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
             return attend(q, k, v, ~CAUSAL)
 
-    out = compiled(way, attention)(q, k, v)
-    assert attention.fused == 1 and out.dtype == way(q, k, v).dtype
-    torch.testing.assert_close(out, way(q, k, v), atol=2e-2, rtol=2e-2)
+    # assert_close also compares the dtypes.
+    out = compiled(function, attention)(q, k, v)
+    torch.testing.assert_close(out, function(q, k, v), atol=2e-2, rtol=2e-2)
+    assert attention.fused == 1
 
 
 @pytest.mark.small_calls

@@ -1,4 +1,4 @@
-"""The mask function for transformers returns structured masks, which models may use as tensors."""
+"""The mask function for transformers returns structured masks, which models can use as tensors."""
 
 import copy
 import ctypes
@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import saved_and_loaded
-
-transformers = pytest.importorskip("transformers", minversion="5.0")
-
-from transformers import masking_utils  # noqa: E402
-from transformers.masking_utils import (  # noqa: E402
+from hf_families import is_structured, transformers
+from transformers import masking_utils
+from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     blockwise_overlay,
@@ -27,13 +25,13 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from fused_attn import masks  # noqa: E402
-from fused_attn.integrations.transformers import attention_forward  # noqa: E402
-from fused_attn.integrations.transformers.mask_functions import attention_mask  # noqa: E402
-from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E402
-from fused_attn.masks import Mask  # noqa: E402
-from fused_attn.masks.materialize import materialize  # noqa: E402
-from fused_attn.masks.spec import spec_of_mask  # noqa: E402
+from fused_attn import masks
+from fused_attn.integrations.transformers import attention_forward
+from fused_attn.integrations.transformers.mask_functions import attention_mask
+from fused_attn.integrations.transformers.model_mask import ModelMask
+from fused_attn.masks import Mask
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import spec_of_mask
 
 # attention_mask finds the model of a config only if the model's module has been imported.
 for name in ("deepseek_v4", "dia", "gpt_oss", "llama"):
@@ -45,7 +43,6 @@ NO_PADDING = torch.ones_like(PADDING)
 PADDINGS = {"none": None, "no": NO_PADDING, "full": PADDING, "short": PADDING[:, :5]}
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
-LEFT = torch.tensor([0, 1])
 FUNCTIONS = {
     "causal": causal_mask_function,
     "bidirectional": bidirectional_mask_function,
@@ -55,7 +52,7 @@ FUNCTIONS = {
     "two windows": and_masks(sliding_window_causal_mask_function(3), sliding_window_overlay(2)),
     "window, not causal": sliding_window_overlay(2),
     "two-sided window": sliding_window_bidirectional_mask_function(1),
-    "chunks": chunked_causal_mask_function(3, LEFT),
+    "chunks": chunked_causal_mask_function(3, torch.tensor([0, 1])),
     "packed": and_masks(causal_mask_function, packed_sequence_mask_function(DOCUMENTS)),
     "packed window": and_masks(
         sliding_window_causal_mask_function(2), packed_sequence_mask_function(DOCUMENTS)
@@ -77,15 +74,16 @@ def odd_keys(batch_idx, head_idx, q_idx, kv_idx):
     return (kv_idx % 2 == 1) & (q_idx >= 0)
 
 
+SIZES = {"batch_size": 2, "q_length": 4, "kv_length": 6}
+
+
 def make_mask(**kwargs):
-    defaults = {"batch_size": 2, "q_length": 4, "kv_length": 6, "allow_is_bidirectional_skip": True}
-    return attention_mask(**{**defaults, **kwargs})
+    return attention_mask(**{**SIZES, "allow_is_bidirectional_skip": True, **kwargs})
 
 
 def of_transformers(**kwargs):
-    kwargs = {"batch_size": 2, "q_length": 4, "kv_length": 6, **kwargs}
-    mask = sdpa_mask(**kwargs, allow_is_causal_skip=False)
-    return mask.expand(2, 1, kwargs["q_length"], 6)
+    mask = sdpa_mask(**{**SIZES, **kwargs}, allow_is_causal_skip=False)
+    return mask.expand(2, 1, -1, 6)
 
 
 def dense_of(mask, shape=SHAPE):
@@ -105,16 +103,11 @@ def dense_of(mask, shape=SHAPE):
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_mask_equals_that_of_transformers(function, length, padding):
     for q_offset, kv_offset in ((0, 0), (2, 0), (1, 0), (3, 3), (5, 2), (2, 3), (5, 3)):
-        kwargs = {
-            "q_length": length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": function,
-            "attention_mask": padding,
-        }
+        kwargs = {"q_length": length, "q_offset": q_offset, "kv_offset": kv_offset}
+        kwargs["mask_function"] = function
         if padding is not None:
-            before = torch.nn.functional.pad(padding, (kv_offset, 0), value=True)
-            kwargs["attention_mask"] = before
+            padded = torch.nn.functional.pad(padding, (kv_offset, 0), value=True)
+            kwargs["attention_mask"] = padded
         expected = of_transformers(**kwargs)
         assert torch.equal(dense_of(make_mask(**kwargs), expected.shape), expected)
         if q_offset - kv_offset + length <= 6:  # the tokens fit into the static cache
@@ -126,20 +119,20 @@ def test_mask_equals_that_of_transformers(function, length, padding):
     "offset", [0, 1, 2, torch.tensor(1)], ids=["start", "mid", "end", "tensor"]
 )
 @pytest.mark.parametrize("name", ["causal", "window", "wide window", "two windows", "chunks"])
-def test_mask_keeps_structure(name, offset):
+def test_mask_is_structured(name, offset):
     mask = make_mask(mask_function=FUNCTIONS[name], q_offset=offset, attention_mask=PADDING)
     structure = mask.content()
     assert len(structure.document_pairs) == (name == "chunks")
     assert [tuple(m.shape) for m in structure.dense_masks] == [(2, 1, 1, 6)]
 
 
+# create_causal_mask passes these arguments for packed sequences.
+NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_documents(name):
-    # create_causal_mask passes these arguments.
-    mask = make_mask(
-        mask_function=FUNCTIONS[name], allow_is_causal_skip=False, allow_is_bidirectional_skip=False
-    )
-    structure = mask.content()
+    structure = make_mask(mask_function=FUNCTIONS[name], **NO_SKIPS).content()
     assert (len(structure.bands), len(structure.document_pairs)) == (1, 1 + ("chunks" in name))
     assert not structure.dense_masks
 
@@ -147,7 +140,7 @@ def test_packed_sequences_are_documents(name):
 @pytest.mark.skipif(REMAP is None, reason="reason: needs a newer transformers (see REMAP)")
 @pytest.mark.parametrize("ids", [None, DOCUMENTS // 2], ids=["unpacked", "coarser"])
 @pytest.mark.parametrize("name", ["causal", "window", "chunks", "packed"])
-def test_positions_that_are_not_those_of_the_packing_are_looked_up(name, ids):
+def test_positions_that_do_not_match_the_packing(name, ids):
     function = REMAP(FUNCTIONS[name], POSITIONS % 4)
     if ids is not None:
         function = and_masks(function, packed_sequence_mask_function(ids))
@@ -210,16 +203,12 @@ def test_unions_and_functions_of_users(function, condition, offset):
     assert torch.equal(dense_of(mask), expected)
     found = [name for name in ("bits", "intervals") if getattr(mask.mask, name)]
     assert "".join(found) == condition
-    assert all(keys.shape[2] == 1 for keys in mask.mask.dense_masks)  # the padding
+    assert is_structured(mask.mask)
 
 
-def test_mask_is_dense_where_the_model_needs_a_tensor():
+def test_mask_is_dense_if_the_model_needs_a_tensor():
     for name in ("causal", "bidirectional", "window", "chunks"):
-        mask = make_mask(
-            mask_function=FUNCTIONS[name],
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-        )
+        mask = make_mask(mask_function=FUNCTIONS[name], **NO_SKIPS)
         assert type(mask) is torch.Tensor
         assert mask.shape == SHAPE
 
@@ -271,7 +260,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_functions_treat_a_model_mask_as_its_tensor(dtype, use):
+def test_functions_of_a_model_mask_return_tensors(dtype, use):
     mask, expected = model_mask(dtype)
     actual = use(mask)
     assert type(actual) is torch.Tensor
@@ -279,9 +268,8 @@ def test_functions_treat_a_model_mask_as_its_tensor(dtype, use):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_model_mask_looks_like_its_tensor_and_has_no_memory(dtype):
+def test_metadata_of_a_model_mask_does_not_materialize_it(dtype):
     mask, expected = model_mask(dtype)
-    assert isinstance(mask, torch.Tensor)
     for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
         assert getattr(mask, name) == getattr(expected, name)
     assert (mask.dim(), mask.size(-1), len(mask)) == (4, 6, 2)
@@ -293,32 +281,36 @@ def test_model_mask_looks_like_its_tensor_and_has_no_memory(dtype):
     assert mask.dense() is mask.dense()  # created once, for all layers
 
 
-@pytest.mark.parametrize("how", ["whole", "view", "view of a view", "operator"])
+DIAGONAL = torch.eye(4, 6, dtype=torch.bool)
+WRITES = {
+    "whole": lambda mask: mask.masked_fill_(DIAGONAL, False),
+    "view": lambda mask: mask.__setitem__((slice(None), slice(None), 1), True),
+    "view of a view": lambda mask: mask[0][0, 2, 4:].fill_(True),
+    "operator": lambda mask: mask.__iand__(DIAGONAL),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("inference", [False, True])
-def test_writes_into_a_model_mask_take_effect(how, inference):
+def test_writes_into_a_model_mask_take_effect(write, inference):
     mask, expected = model_mask()
     other = make_mask(attention_mask=PADDING)
-    for tensor in (mask, expected):
-        with torch.inference_mode(inference):
-            if how == "whole":
-                tensor.masked_fill_(torch.eye(4, 6, dtype=torch.bool), False)
-            elif how == "view":
-                tensor[:, :, 1] = True
-            elif how == "view of a view":
-                tensor[0][0, 2, 4:].fill_(True)
-            else:
-                tensor &= torch.eye(4, 6, dtype=torch.bool)
+    with torch.inference_mode(inference):
+        write(mask), write(expected)
     assert torch.equal(dense_of(mask), expected)
     assert isinstance(other.content(), Mask)
 
 
-WAYS_OUT = {
+# Functions that return the memory of a mask.
+MEMORY = {
     "numpy": lambda mask: mask.numpy(),
     "forced numpy": lambda mask: mask.numpy(force=True),
     "array": lambda mask: np.asarray(mask),
     "dlpack": lambda mask: torch.from_dlpack(mask),
     "numpy dlpack": lambda mask: np.from_dlpack(mask),
-    "pointer": lambda mask: in_memory(mask.data_ptr(), mask.numel()),
+    "pointer": lambda mask: np.ctypeslib.as_array(
+        (ctypes.c_bool * mask.numel()).from_address(mask.data_ptr())
+    ),
     "storage": lambda mask: torch.empty(0, dtype=mask.dtype).set_(mask.untyped_storage()),
     "shared": lambda mask: mask.share_memory_(),
     "data": lambda mask: mask.data,
@@ -326,16 +318,12 @@ WAYS_OUT = {
 }
 
 
-def in_memory(pointer, size):
-    return np.ctypeslib.as_array((ctypes.c_bool * size).from_address(pointer))
-
-
-@pytest.mark.parametrize("way", WAYS_OUT.values(), ids=WAYS_OUT)
-def test_writes_into_the_memory_of_a_model_mask_take_effect(way):
+@pytest.mark.parametrize("memory_of", MEMORY.values(), ids=MEMORY)
+def test_writes_into_the_memory_of_a_model_mask_take_effect(memory_of):
     mask, expected = model_mask()
-    outside = way(mask)
-    assert (torch.as_tensor(outside).reshape(expected.shape) == expected).all()
-    outside[...] = True
+    memory = memory_of(mask)
+    assert (torch.as_tensor(memory).reshape(expected.shape) == expected).all()
+    memory[...] = True
     assert mask.content().all()
 
 
@@ -370,7 +358,7 @@ def test_writes_into_several_model_masks_take_effect():
     ],
 )
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_shapes_of_model_masks_stay(change):
+def test_shapes_of_model_masks_cannot_be_changed(change):
     mask, expected = model_mask()
     with pytest.raises((NotImplementedError, RuntimeError)):
         change(mask)
@@ -379,12 +367,12 @@ def test_shapes_of_model_masks_stay(change):
 
 
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
-def test_reading_a_model_mask_keeps_its_structure(made_in_inference_mode):
+def test_model_masks_stay_structured_until_a_view_exists(made_in_inference_mode):
     with torch.inference_mode(made_in_inference_mode):
         mask, _ = model_mask()
         assert mask.any() and (mask == 0).any()
         assert isinstance(mask.content(), Mask)
-        mask[:, :, 0].any()  # code that has a view may write to it later
+        mask[:, :, 0].any()  # the holder of a view may write to it later
         assert not isinstance(mask.content(), Mask)
 
 
@@ -400,7 +388,7 @@ def test_copies_of_model_masks_are_tensors():
         assert torch.equal(other, expected)
 
 
-def test_moved_model_masks_keep_their_structure():
+def test_moved_model_masks_stay_structured():
     mask, _ = model_mask()
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, ModelMask)
@@ -408,15 +396,14 @@ def test_moved_model_masks_keep_their_structure():
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 8), (4, 5), (4, 1), (1, 6), (5, 6)])
-def test_keys_and_queries_of_other_lengths_are_refused(queries, keys):
+def test_mask_of_another_shape_raises(queries, keys):
     mask = make_mask()
     query, key = torch.randn(2, 2, queries, 8), torch.randn(2, 2, keys, 8)
     with pytest.raises(ValueError, match=rf"\(batch, 1, {queries}, {keys}\).*got \(2, 1, 4, 6\)"):
         attention_forward(torch.nn.Module(), query, key, key, mask)
 
 
-def test_models_for_eager_attention_alone_get_float_masks():
-    """Models that support only eager attention receive float masks, which they may combine."""
+def test_models_that_support_only_eager_receive_float_masks():
     lowest = torch.finfo(torch.float32).min
     config = transformers.GptOssConfig()
     causal = {"q_length": 1, "q_offset": 5, "allow_is_bidirectional_skip": False, "config": config}
@@ -425,14 +412,14 @@ def test_models_for_eager_attention_alone_get_float_masks():
     assert torch.equal(padded[:, 0, 0] == lowest, ~PADDING)
     unknown = make_mask(mask_function=odd_keys, config=config)
     assert unknown.unique().tolist() == [lowest, 0.0]
-    both = {"mask_function": bidirectional_mask_function, "config": config}
-    assert make_mask(**both) is None  # as for eager attention
-    padding = make_mask(**both, attention_mask=PADDING)
+    bidirectional = {"mask_function": bidirectional_mask_function, "config": config}
+    assert make_mask(**bidirectional) is None  # as for eager attention
+    padding = make_mask(**bidirectional, attention_mask=PADDING)
     assert [m.shape for m in padding.content().dense_masks] == [(2, 1, 1, 6)]
     assert make_mask(config=transformers.LlamaConfig()).dtype == torch.bool
 
 
-def test_configs_that_extend_one_of_the_library_get_the_masks_of_its_models():
+def test_user_configs_inherit_the_mask_dtype_of_their_base():
     def dtype(base):
         return make_mask(config=type("Config", (base,), {"__module__": __name__})()).dtype
 
@@ -443,7 +430,7 @@ def test_configs_that_extend_one_of_the_library_get_the_masks_of_its_models():
     assert dtype(transformers.PreTrainedConfig) == torch.float32  # of an unknown model
 
 
-def test_configs_of_a_users_model_get_the_masks_of_that_model():
+def test_configs_of_a_users_model_have_the_mask_dtype_of_that_model():
     class Known(transformers.PreTrainedConfig):
         pass
 

@@ -1,4 +1,4 @@
-"""fused_attn.enable(): intercepted callers, results, and calls that are left to torch."""
+"""fused_attn.enable(): intercepted callers, results, and calls that fall back to torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ MASK_SHAPES = [
 ]
 
 
-def qkv(dtype=torch.float64, grad=True, heads_kv=HEADS):
-    shapes = (HEADS, LEN_Q), (heads_kv, LEN_K), (heads_kv, LEN_K)
-    return [
-        torch.randn(BATCH, heads, seqlen, DIM, dtype=dtype, requires_grad=grad)
-        for heads, seqlen in shapes
-    ]
+def qkv(dtype=torch.float64):
+    return [randn(BATCH, HEADS, length, DIM, dtype=dtype) for length in (LEN_Q, LEN_K, LEN_K)]
 
 
 def with_gradients(*tensors, **options):
@@ -57,7 +53,7 @@ def agrees_with_torch(*tensors, calls=1, **options):
 
 
 def torch_function(**options):
-    """Return function(backend) for `assert_like_eager` that calls torch's SDPA under enabled()."""
+    """Return function(backend) for `assert_like_eager` that calls torch's SDPA within enabled()."""
 
     def of(backend):
         def call(query, key, value, bias=None):
@@ -82,17 +78,16 @@ def scripted(query: torch.Tensor):
     return F.scaled_dot_product_attention(query, query, query)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda q: F.scaled_dot_product_attention(q, q, q),
-        lambda q: early_bound(q, q, q),
-        lambda q: torch._C._nn.scaled_dot_product_attention(q, q, q),
-        lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q),
-        scripted,
-    ],
-    ids=["module attribute", "early-bound", "binding", "torch.ops", "TorchScript's C++"],
-)
+CALLERS = {
+    "module attribute": lambda q: F.scaled_dot_product_attention(q, q, q),
+    "early-bound": lambda q: early_bound(q, q, q),
+    "binding": lambda q: torch._C._nn.scaled_dot_product_attention(q, q, q),
+    "torch.ops": lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q),
+    "TorchScript's C++": scripted,
+}
+
+
+@pytest.mark.parametrize("call", CALLERS.values(), ids=CALLERS)
 def test_callers(call):
     query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
     expected = call(query)
@@ -105,8 +100,11 @@ def test_callers(call):
     assert not computed, "a call after the block is intercepted"
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch._C._AutoDispatchBelowAutograd]
+)
 def test_without_autograd(mode):
+    """Calls without autograd, or below it as in kernels of custom ops, are intercepted."""
     query, key, value = qkv()
     with mode():
         expected = F.scaled_dot_product_attention(query, key, value)
@@ -114,14 +112,6 @@ def test_without_autograd(mode):
             out = F.scaled_dot_product_attention(query, key, value)
     assert len(computed) == 1 and not out.requires_grad
     torch.testing.assert_close(out, expected)
-
-
-def test_below_autograd():
-    """Calls below autograd, as in kernels of custom ops, are intercepted."""
-    query = torch.randn(BATCH, HEADS, LEN_Q, DIM, requires_grad=True)
-    with taken_over() as computed, torch._C._AutoDispatchBelowAutograd():
-        out = F.scaled_dot_product_attention(query, query, query)
-    assert len(computed) == 1 and not out.requires_grad
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -140,9 +130,9 @@ def test_multihead_attention(attn_mask, training):
     assert_equal_in_float64(actual, expected)
 
 
-def test_inference_path_in_cpp_is_left_alone():
+def test_inference_path_of_multihead_attention():
     """torch's C++ fast path bypasses enable(); with that path disabled, the call is intercepted."""
-    # an odd number of heads disables this path
+    # An odd number of heads would disable this path.
     module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()
     x = torch.randn(BATCH, LEN_Q, 24)
     with torch.no_grad(), taken_over() as computed:
@@ -170,7 +160,7 @@ def test_masks(kind, shape):
     agrees_with_torch(*qkv(), mask)
 
 
-def test_masks_arrive_as_they_are():
+def test_masks_are_not_copied():
     mask = torch.ones(BATCH, 1, 1, LEN_K, dtype=torch.bool)
     with taken_over() as computed:
         F.scaled_dot_product_attention(*qkv(), mask)
@@ -213,7 +203,7 @@ def test_fully_masked_rows_are_zero():
 
 
 @pytest.mark.small_calls
-def test_nan_reaches_its_row():
+def test_nan_query_yields_nan():
     """A NaN query yields NaN, even over fewer than 16 keys, where torch's kernel returns 0."""
     query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
     query[0, 0, 1] = float("nan")
@@ -225,12 +215,15 @@ def test_nan_reaches_its_row():
 def test_dropout():
     query = torch.zeros(1, 2, 64, 8)
     value = torch.eye(64).expand(1, 2, 64, 64)  # so that the output equals the weights
+
+    def call():
+        return F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+
     with taken_over() as computed:
         torch.manual_seed(3)
-        first = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
-        second = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+        first, second = call(), call()
         torch.manual_seed(3)
-        again = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+        again = call()
         torch.manual_seed(3)
         seed = philox.new_seed(torch.device("cpu"))
     assert [p for p, _ in computed] == [0.25] * 3
@@ -241,7 +234,7 @@ def test_dropout():
     assert abs(keep.float().mean() - 0.75) < 0.02
 
 
-def test_autocast_is_torchs():
+def test_autocast_is_that_of_torch():
     query, key, value = qkv(torch.float32)
     bias = torch.randn(LEN_Q, LEN_K, requires_grad=True)
     with taken_over() as computed:
@@ -265,7 +258,7 @@ def test_second_order():
     assert computed
 
 
-# ---- calls that are left to torch ---------------------------------------------------------------
+# ---- calls that fall back to torch --------------------------------------------------------------
 
 
 class Subclass(torch.Tensor):
@@ -273,11 +266,10 @@ class Subclass(torch.Tensor):
 
 
 def nested(layout):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 3, 8), (2, 5, 8)) if layout == torch.strided else ((3, 2, 8), (5, 2, 8))
-    rows = [torch.randn(shape, generator=generator) for shape in shapes]
-    whole = torch.nested.nested_tensor(rows, layout=layout)
-    return whole if layout == torch.strided else whole.transpose(1, 2)
+    rows = [torch.linspace(-1, 1, length * 16).view(length, 2, 8) for length in (3, 5)]
+    if layout == torch.strided:
+        return torch.nested.nested_tensor([row.transpose(0, 1) for row in rows])
+    return torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
 
 
 def attend(query, **options):
@@ -306,36 +298,30 @@ def causal_and_masked(query):
         return torch.zeros(())
 
 
-def on_eager(query):
-    with fused_attn.use_backend("eager"):
-        return attend(query)
+def on(backend):
+    def call(query):
+        with fused_attn.use_backend(backend):
+            return attend(query)
+
+    return call
 
 
-def on_triton(query):
-    with fused_attn.use_backend("triton"):
-        return attend(query)
+UNSUPPORTED_CALLS = {
+    "vmap": lambda q: torch.vmap(attend)(q),
+    "grad": lambda q: torch.func.grad(lambda t: attend(t).sum())(q),
+    "vjp": lambda q: torch.func.vjp(attend, q)[1](q)[0],
+    "forward mode": tangent,
+    "nested": lambda q: attend(nested(torch.strided)).to_padded_tensor(0.0),
+    "jagged": lambda q: attend(nested(torch.jagged)).values(),
+    "subclass": lambda q: attend(q.as_subclass(Subclass)).as_subclass(torch.Tensor),
+    "causal and mask": causal_and_masked,
+    "sdpa_kernel(MATH)": only(SDPBackend.MATH),
+    "backend eager": on("eager"),
+    "backend of a GPU": on("triton"),
+}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda q: torch.vmap(attend)(q),
-        lambda q: torch.func.grad(lambda t: attend(t).sum())(q),
-        lambda q: torch.func.vjp(attend, q)[1](q)[0],
-        tangent,
-        lambda q: attend(nested(torch.strided)).to_padded_tensor(0.0),
-        lambda q: attend(nested(torch.jagged)).values(),
-        lambda q: attend(q.as_subclass(Subclass)).as_subclass(torch.Tensor),
-        causal_and_masked,
-        only(SDPBackend.MATH),
-        on_eager,
-        on_triton,
-    ],
-    ids=[
-        "vmap", "grad", "vjp", "forward mode", "nested", "jagged", "subclass",
-        "causal and mask", "sdpa_kernel(MATH)", "eager asked for", "kernels of a GPU asked for",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call", UNSUPPORTED_CALLS.values(), ids=UNSUPPORTED_CALLS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_falls_back(call):
     query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
@@ -357,39 +343,35 @@ def test_meta_device():
     assert not computed and out.shape == (BATCH, HEADS, LEN_Q, DIM)
 
 
-def test_counts_as_flash_attention():
+def test_sdpa_kernel_flash_attention_is_intercepted():
     with taken_over() as computed:
         only(SDPBackend.FLASH_ATTENTION)(torch.randn(BATCH, HEADS, LEN_Q, DIM))
     assert len(computed) == 1
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda q: F.scaled_dot_product_attention(q, q.double(), q),
-        lambda q: F.scaled_dot_product_attention(q, q[..., :4], q),
-        lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3]),
-        lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3], enable_gqa=True),
-        lambda q: F.scaled_dot_product_attention(q[0, 0, 0], q, q),
-        lambda q: F.scaled_dot_product_attention(q[0, 0, 0, 0], q, q),
-        lambda q: F.scaled_dot_product_attention(q.int(), q.int(), q.int()),
-        lambda q: attend(q, attn_mask=torch.zeros(3, LEN_Q, LEN_Q)),
-        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.int64)),
-        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.bfloat16)),
-        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.float64)),
-        lambda q: attend(q, dropout_p=2.0),
-        lambda q: attend(q, dropout_p="much"),
-    ],
-    ids=[
-        "types", "head_dim", "heads", "gqa", "1-D", "0-D", "integers", "mask shape", "int mask",
-        "16-bit mask", "float64 mask", "probability", "no number",
-    ],
-)  # fmt: skip
-def test_wrong_arguments_get_torchs_errors(wrong):
+INVALID_CALLS = {
+    "types": lambda q: F.scaled_dot_product_attention(q, q.double(), q),
+    "head_dim": lambda q: F.scaled_dot_product_attention(q, q[..., :4], q),
+    "heads": lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3]),
+    "gqa": lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3], enable_gqa=True),
+    "1-D": lambda q: F.scaled_dot_product_attention(q[0, 0, 0], q, q),
+    "0-D": lambda q: F.scaled_dot_product_attention(q[0, 0, 0, 0], q, q),
+    "integers": lambda q: attend(q.int()),
+    "mask shape": lambda q: attend(q, attn_mask=torch.zeros(3, LEN_Q, LEN_Q)),
+    "int mask": lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q).long()),
+    "16-bit mask": lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q).bfloat16()),
+    "float64 mask": lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q).double()),
+    "probability": lambda q: attend(q, dropout_p=2.0),
+    "no number": lambda q: attend(q, dropout_p="much"),
+}
+
+
+@pytest.mark.parametrize("call", INVALID_CALLS.values(), ids=INVALID_CALLS)
+def test_invalid_calls_raise_the_errors_of_torch(call):
     query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
     messages = []
     for context in (contextlib.nullcontext(), fused_attn.enabled()):
         with context, pytest.raises((RuntimeError, TypeError)) as caught:
-            wrong(query)
+            call(query)
         messages.append((caught.type, str(caught.value)))
     assert messages[0] == messages[1]

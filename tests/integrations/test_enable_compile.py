@@ -9,14 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_helpers import assert_equal_in_float64, perturb, randn, random_mask, run
+from nn_helpers import Called, assert_equal_in_float64, perturb, randn, random_mask, run
 
 import fused_attn
 from fused_attn.backends import get_backend
 
 BATCH, LEN, EMBED, HEADS = 2, 5, 24, 3
-
-
 CPP = get_backend("cpp")
 
 
@@ -45,15 +43,11 @@ def attend(query, mask=None, dropout_p=0.0):
     return F.scaled_dot_product_attention(query, query, query, mask, dropout_p)
 
 
-def attention_and_mask(kind):
-    module = torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
-    mask = None if kind is None else random_mask(kind, LEN, LEN)
-    return perturb(module.double()), {"attn_mask": mask, "need_weights": False}
-
-
 @pytest.mark.parametrize("kind", [None, "bool", "learned"])
-def test_whole_graph_with_gradients(kind):
-    module, options = attention_and_mask(kind)
+def test_full_graph_with_gradients(kind):
+    module = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True).double())
+    mask = None if kind is None else random_mask(kind, LEN, LEN)
+    options = {"attn_mask": mask, "need_weights": False}
     x = randn(BATCH, LEN, EMBED)
     expected = run(module, (x, x, x), options)
     fused_attn.enable()
@@ -85,7 +79,7 @@ def test_dynamic_shapes():
     assert calls()[0] >= 3
 
 
-def test_dropout_is_drawn_anew():
+def test_dropout_differs_between_calls():
     fused_attn.enable()
     graph = compiled(attend)
     query = torch.randn(BATCH, HEADS, 32, 8, requires_grad=True)
@@ -128,7 +122,7 @@ def test_compiled_graphs_do_not_change():
         assert calls() == (1, 0)
 
 
-def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
+def test_compile_caches(tmp_path, monkeypatch):
     """Compile caches distinguish graphs with and without enable() by a tag in the cache key."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     query = torch.randn(BATCH, HEADS, LEN, 8)
@@ -142,7 +136,7 @@ def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
         assert hits["autograd_cache_hit"] == int(cached)
 
 
-def test_threads_without_the_tag_compile_torchs_own():
+def test_threads_without_the_tag_compile_the_sdpa_of_torch():
     """If cache_key_tag is thread-local, a thread without enable()'s tag compiles torch's SDPA."""
     query = torch.randn(BATCH, HEADS, LEN, 8)
     fused_attn.enable()
@@ -159,17 +153,12 @@ def test_threads_without_the_tag_compile_torchs_own():
     assert calls() == ((0, 0) if tags == [""] else (1, 0))
 
 
-class Attention(torch.nn.Module):
-    def forward(self, query, mask):
-        return attend(query, mask)
-
-
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_holds_torchs_op(strict):
+def test_export_contains_the_op_of_torch(strict):
     query, mask = torch.randn(BATCH, HEADS, LEN, 8), torch.rand(LEN, LEN) < 0.9
     expected = attend(query, mask)
     with fused_attn.enabled():
-        program = torch.export.export(Attention(), (query, mask), strict=strict)
+        program = torch.export.export(Called(attend), (query, mask), strict=strict)
         decomposed = program.run_decompositions()
     operations = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert operations == [torch.ops.aten.scaled_dot_product_attention.default]

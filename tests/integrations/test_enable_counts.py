@@ -59,7 +59,7 @@ def test_enable_counts_until_disable():
     assert fused_attn.enable() is not counts
 
 
-def test_wrong_calls_are_torchs_to_refuse():
+def test_invalid_calls_have_a_reason():
     x, y = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 7)
     with fused_attn.enabled() as counts, pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(x, y, y)

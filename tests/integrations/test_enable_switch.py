@@ -26,15 +26,19 @@ def intercepted():
     return len(computed) == 1
 
 
+def state():
+    return torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+
+
 def test_enable_and_disable():
-    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    before = state()
     fused_attn.disable()  # changes nothing
     fused_attn.enable()
     fused_attn.enable()
     assert intercepted()
     fused_attn.disable()
     assert not intercepted()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    assert state() == before
     fused_attn.enable()
     assert intercepted()
 
@@ -44,7 +48,7 @@ def test_enable_and_disable():
     reason="reason: needs the implementation registry of torch 2.11",
 )
 def test_activation_by_torch():
-    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    before = state()
     assert "fused_attn" in torch.nn.attention.list_flash_attention_impls()
     assert not intercepted(), "the import has activated fused_attn"
     for _ in range(2):  # the second activation undoes the first
@@ -53,23 +57,24 @@ def test_activation_by_torch():
         assert intercepted()
     torch.nn.attention.restore_flash_attention_impl()
     assert not intercepted()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    assert state() == before
 
 
-def test_a_torch_without_implementations_registers_none(monkeypatch):
+def test_registration_is_skipped(monkeypatch):
+    """Nothing is registered if another copy of the package is, or if torch has no registry."""
     registered = []
     register = "torch.nn.attention.register_flash_attention_impl"
     monkeypatch.setattr(register, lambda name, **_: registered.append(name), raising=False)
     listed = "torch.nn.attention.list_flash_attention_impls"
     monkeypatch.setattr(listed, lambda: ["FA4", "fused_attn"], raising=False)
-    enable_module.register_with_torch()  # another copy of the package is registered already
+    enable_module.register_with_torch()
     monkeypatch.delattr(listed)
     enable_module.register_with_torch()
     assert not registered
 
 
 def test_blocks():
-    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    before = state()
     with fused_attn.enabled():
         with pytest.raises(KeyError), fused_attn.enabled():
             raise KeyError
@@ -78,14 +83,14 @@ def test_blocks():
         assert intercepted(), "disable() has ended the block"
         assert torch.compiler.config.cache_key_tag != before[1]
     assert not intercepted()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    assert state() == before
     fused_attn.enable()
     with fused_attn.enabled():
         pass
     assert intercepted(), "the block has undone the earlier enable()"
     with fused_attn.enabled():
         fused_attn.disable()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    assert state() == before
     with fused_attn.enabled():
         fused_attn.enable()
     assert intercepted() and torch.compiler.config.cache_key_tag != before[1]
@@ -139,18 +144,18 @@ class Kernels(Backend):
 
     name = "triton"
 
-    def __init__(self, automatic):
-        self.automatic = automatic
+    def __init__(self, is_default):
+        self.default = is_default
 
     def unsupported(self, problem):
         return [] if problem.device.type == "cuda" and problem.head_dim <= 64 else ["no"]
 
     def opt_in_reasons(self, problem):
-        return [] if self.automatic else ["has not run on a GPU yet"]
+        return [] if self.default else ["has not run on a GPU yet"]
 
 
 @pytest.mark.parametrize(
-    ("automatic", "name", "head_dim", "taken"),
+    ("is_default", "name", "head_dim", "fused"),
     [
         (True, None, 64, True),
         (False, None, 64, False),
@@ -159,16 +164,16 @@ class Kernels(Backend):
         (True, "cpp", 64, False),
     ],
 )
-def test_choice_on_cuda(automatic, name, head_dim, taken):
+def test_choice_on_cuda(is_default, name, head_dim, fused):
     """CUDA calls run on a default or requested backend that supports them, otherwise on torch."""
-    asked_for = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
+    requested = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
     with (
-        mock.patch.dict(registry.BACKENDS, triton=Kernels(automatic)),
+        mock.patch.dict(registry.BACKENDS, triton=Kernels(is_default)),
         torch._subclasses.FakeTensorMode(),
-        asked_for,
+        requested,
         fused_attn.enabled(),
         counting() as computed,
     ):
         attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
-    assert bool(computed) is taken
+    assert bool(computed) is fused
     registry._first_for.cache_clear()  # drop choices among the patched backends

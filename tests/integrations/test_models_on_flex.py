@@ -5,6 +5,8 @@ A mock replaces the device: calls reach the backend as on a GPU, and the referen
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
@@ -16,11 +18,11 @@ transformers = pytest.importorskip("transformers", reason="reason: transformers 
 LENGTH = 384  # three blocks of 128
 
 
-class Recorded:
+class Recorded(NamedTuple):
     """Mask pattern and operands of a call that reached the backend."""
 
-    def __init__(self, variant, operands):
-        self.pattern, self.operands = variant.pattern, operands
+    pattern: Any
+    operands: Any
 
     @property
     def skipped(self):
@@ -40,7 +42,7 @@ def calls(monkeypatch):
         return real(call, *options)
 
     def run(variant, query, key, value, operands):
-        recorded.append(Recorded(variant, operands))
+        recorded.append(Recorded(variant.pattern, operands))
         return reference.attention(latest[0])
 
     real = flex.variant_of
@@ -50,27 +52,28 @@ def calls(monkeypatch):
     return recorded
 
 
-def compared(model, **inputs):
-    """Return a model's last hidden states after the swap, on backend "flex", and before it."""
-    model = model.eval()
-    want = model(**inputs).last_hidden_state
+SMALL = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def check(name, config, inputs, real=...):
+    """Assert that real tokens have equal hidden states before a swap and after it, on "flex"."""
+    config = getattr(transformers, f"{name}Config")(**SMALL | config)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    expected = model(**inputs).last_hidden_state
     fused_attn.swap_modules(model)
     with fused_attn.use_backend("flex"):
-        return model(**inputs).last_hidden_state, want
+        actual = model(**inputs).last_hidden_state
+    torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
 def test_llama_with_packed_documents(calls):
     """Packed documents reach the backend as intervals; blocks of other documents are skipped."""
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
-    )  # fmt: skip
     positions = torch.cat([torch.arange(n) for n in (100, 156, 128)])[None]
-    tokens = torch.randint(60, (1, LENGTH))
-    got, want = compared(
-        transformers.LlamaModel(config), input_ids=tokens, position_ids=positions, use_cache=False
-    )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    inputs = {"input_ids": torch.randint(60, (1, LENGTH)), "position_ids": positions}
+    check("Llama", {"num_key_value_heads": 1}, inputs | {"use_cache": False})
     assert len(calls) == 2
     for call in calls:  # neither a dense mask nor document numbers
         assert call.operands.dense is None and call.operands.query_documents is None
@@ -80,16 +83,9 @@ def test_llama_with_packed_documents(calls):
 
 def test_bert_with_padding(calls):
     """BERT's padding is passed without a dense mask, and fully padded blocks are skipped."""
-    config = transformers.BertConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=LENGTH, attn_implementation="eager",
-    )  # fmt: skip
     real = torch.arange(LENGTH) < torch.tensor([[256], [LENGTH]])
-    tokens = torch.randint(60, (2, LENGTH))
-    got, want = compared(
-        transformers.BertModel(config), input_ids=tokens, attention_mask=real.long()
-    )
-    torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)
+    inputs = {"input_ids": torch.randint(60, (2, LENGTH)), "attention_mask": real.long()}
+    check("Bert", {"max_position_embeddings": LENGTH}, inputs, real)
     assert len(calls) == 2
     for call in calls:
         assert call.operands.dense is None
@@ -98,17 +94,11 @@ def test_bert_with_padding(calls):
 
 def test_t5_with_a_relative_bias(calls):
     """T5's position bias becomes a score_mod; no mask is dense, and blocks are skipped."""
-    config = transformers.T5Config(
-        vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2,
-        dropout_rate=0.0, attn_implementation="eager",
-    )  # fmt: skip
     tokens = torch.randint(60, (2, LENGTH))
     real = torch.arange(LENGTH) < torch.tensor([[100], [LENGTH]])
-    got, want = compared(
-        transformers.T5Model(config), input_ids=tokens, attention_mask=real.long(),
-        decoder_input_ids=tokens, use_cache=False,
-    )  # fmt: skip
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    inputs = {"input_ids": tokens, "attention_mask": real.long(), "decoder_input_ids": tokens}
+    config = {"d_kv": 16, "d_ff": 48, "num_hidden_layers": 1, "dropout_rate": 0.0}
+    check("T5", config, inputs | {"use_cache": False})
     assert len(calls) == 3  # encoder, decoder, and cross-attention
     assert sum(bool(call.pattern.bias) for call in calls) >= 2
     assert all(call.operands.dense is None for call in calls)

@@ -7,10 +7,8 @@ import copy
 import pytest
 import torch
 from enable_helpers import attention_calls
-from nn_helpers import assert_equal_in_float64, perturb, run
+from nn_helpers import assert_equal_in_float64, perturb, run, swapped_copy
 from small_bert import Logits, small_bert, tokens
-
-import fused_attn
 
 peft = pytest.importorskip("peft", reason="reason: needs peft")
 
@@ -23,12 +21,6 @@ def adapted(bert):
     return perturb(peft.get_peft_model(bert, config))
 
 
-def swapped(module):
-    report = fused_attn.swap_modules(module)
-    assert report.swapped
-    return module
-
-
 @pytest.mark.parametrize("first", ["adapters", "swap"])
 def test_gradients_of_adapters(first):
     bert, inputs = small_bert().double(), tokens()
@@ -36,7 +28,7 @@ def test_gradients_of_adapters(first):
     plain = adapted(copy.deepcopy(bert))
     expected = run(Logits(plain), (), inputs)
     torch.manual_seed(1)
-    fused = swapped(adapted(bert)) if first == "adapters" else adapted(swapped(bert))
+    fused = swapped_copy(plain) if first == "adapters" else adapted(swapped_copy(bert))
     with attention_calls() as calls:
         actual = run(Logits(fused), (), inputs)
     assert len(calls) == LAYERS
@@ -46,7 +38,7 @@ def test_gradients_of_adapters(first):
 
 def test_merged():
     """After merge_and_unload, attention is still fused, and the logits are unchanged."""
-    model, inputs = swapped(adapted(small_bert().double())), tokens()
+    model, inputs = swapped_copy(adapted(small_bert().double())), tokens()
     with torch.no_grad():
         expected = Logits(model)(**inputs)
         merged = model.merge_and_unload()

@@ -1,7 +1,7 @@
-"""timm's ViT, DeiT and Swin with random weights: our kernels compared with torch's.
+"""timm's ViT, DeiT and Swin with random weights: results equal those of torch's kernels.
 
-Their attention calls torch's `scaled_dot_product_attention`, which `enable()` replaces. Their norms
-are modules that `swap_modules` replaces.
+`enable()` replaces the `scaled_dot_product_attention` of torch that their attention calls.
+`swap_modules` replaces their norms.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from nn_helpers import (
     DRAWS,
     assert_equal_in_float64,
     assert_within_contract,
+    cast,
     perturb,
     pooled,
     run,
+    swapped_copy,
 )
 from torchvision_stand_in import import_timm
 
@@ -70,19 +72,14 @@ def test_forward_and_backward(case, training, swap):
 
 
 def test_numerics(case):
-    truth, _, _, _ = case
-    single = copy.deepcopy(truth).float()
-    truth.load_state_dict(single.state_dict())
-    fused = copy.deepcopy(single)
-    fused_attn.swap_modules(fused)
-    results = {"fused": [], "eager": [], "truth": []}
-    for _ in range(DRAWS):
-        images = torch.randn(2, 3, 32, 32, requires_grad=True)
-        results["truth"].append(run(truth, (images.detach().double().requires_grad_(),)))
-        results["eager"].append(run(single, (images,)))
-        with fused_attn.enabled():
-            results["fused"].append(run(fused, (images,)))
-    assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
+    eager = case[0].float()
+    truth, fused = copy.deepcopy(eager).double(), swapped_copy(eager)
+    draws = [(torch.randn(2, 3, 32, 32, requires_grad=True),) for _ in range(DRAWS)]
+    with fused_attn.enabled():
+        actual = pooled([run(fused, images) for images in draws])
+    expected = pooled([run(eager, images) for images in draws])
+    exact = pooled([run(truth, cast(images, torch.float64)) for images in draws])
+    assert_within_contract(actual, expected, exact)
 
 
 @pytest.mark.parametrize("case", ["swin"], indirect=True)
@@ -100,7 +97,7 @@ def test_relative_position_bias_is_learned(case):
     assert all(results[name].abs().max() > 0.0 for name in tables)
 
 
-def test_other_layer_norms_are_left_alone(timm):
+def test_other_layer_norms_are_skipped(timm):
     model = torch.nn.Sequential(timm.layers.LayerNorm2d(4), timm.layers.LayerNorm(4))
     report = fused_attn.swap_modules(model)
     assert [entry.name for entry in report.swapped] == ["1"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from enable_helpers import attention_calls
@@ -17,31 +19,30 @@ def quantized(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+
+
 def encoder() -> torch.nn.Module:
     layer = torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 @pytest.mark.parametrize("first", ["int8", "swap"])
-@pytest.mark.parametrize("of", ["torch.nn", "transformers"])
-def test_results_are_those_of_eager(of, first):
-    if of == "torch.nn":
-        model, inputs = encoder().eval(), {"src": torch.randn(2, 7, 32)}
-        inputs["src_key_padding_mask"] = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+@pytest.mark.parametrize("library", ["torch.nn", "transformers"])
+def test_results_are_those_of_eager(library, first):
+    if library == "torch.nn":
+        model, inputs = encoder(), {"src": torch.randn(2, 7, 32), "src_key_padding_mask": PADDED}
     else:
-        model, inputs = Logits(small_bert()).eval(), tokens()
-    keep = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        expected = quantized(model)(**inputs)
-    other = Logits(small_bert()).eval() if of == "transformers" else encoder().eval()
-    other.load_state_dict(keep)
+        model, inputs = Logits(small_bert()), tokens()
+    other = copy.deepcopy(model.eval())
     steps = [quantized, fused_attn.swap_modules]
     for step in steps if first == "int8" else steps[::-1]:
         step(other)
-    with torch.no_grad(), attention_calls() as calls:
-        actual = other(**inputs)
+    with torch.no_grad():
+        expected = quantized(model)(**inputs)
+        with attention_calls() as calls:
+            actual = other(**inputs)
     assert len(calls) == 2
-    if of == "torch.nn":  # swapped encoders return 0 in padded rows
-        hidden = inputs["src_key_padding_mask"]
-        actual, expected = actual[~hidden], expected[~hidden]
+    if library == "torch.nn":  # swapped encoders return 0 in padded rows
+        actual, expected = actual[~PADDED], expected[~PADDED]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from fused_attn.masks import Mask
 
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
 WRITES = {
-    "nothing": lambda mask: mask.logical_not(),
+    "no write": lambda mask: mask.logical_not(),
     "whole": lambda mask: mask.fill_(True),
     "view": lambda mask: mask[:, :, 1:].fill_(True),
     "item": lambda mask: mask.__setitem__((0, 0, 0), True),
@@ -25,33 +25,34 @@ WRITES = {
 }
 
 
+QUERY, KEY = torch.linspace(-2, 2, 2 * 2 * 10 * 8).sin().view(2, 2, 10, 8).split([4, 6], 2)
+
+
 @pytest.mark.sampled(
     "the rest covers no write, a write to the mask and writes to views",
-    write=[
-        write
-        for name, write in WRITES.items()
-        if name not in ("nothing", "whole", "foreach of views")
-    ],
+    write=[w for n, w in WRITES.items() if n not in ("no write", "whole", "foreach of views")],
 )
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("graph_break", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_writes_into_a_mask_take_effect_in_a_graph(write, inference):
+def test_writes_into_a_mask_take_effect(write, graph_break, inference):
     def attend(query, key):
         mask = attention_mask(2, 4, 6, attention_mask=PADDING)
         write(mask)
+        if graph_break:
+            torch._dynamo.graph_break()
         return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
 
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-    expected = attend(query, key)
+    expected = attend(QUERY, KEY)
     torch.compiler.reset()  # otherwise each write would recompile the same function
+    compiled = torch.compile(attend, fullgraph=not graph_break, backend="aot_eager")
     with torch.inference_mode(inference):
-        actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(query, key)
-    torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(compiled(QUERY, KEY), expected)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
+def test_masks_in_a_graph_are_structured(inference, dynamic, monkeypatch):
     kinds = []
     attend = functional.scaled_dot_product_attention
 
@@ -64,7 +65,6 @@ def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
         return attend(query, key, value, attn_mask, **kwargs)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
 
     def layer(query, key):
         mask = attention_mask(2, query.shape[2], key.shape[2], attention_mask=PADDING)
@@ -72,20 +72,5 @@ def test_masks_in_a_graph_are_structure(inference, dynamic, monkeypatch):
         return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
 
     with torch.inference_mode(inference):
-        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(query, key)
+        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(QUERY, KEY)
     assert kinds and all(kinds)
-
-
-@pytest.mark.parametrize("write", [False, True])
-def test_writes_before_a_graph_break_take_effect(write):
-    def attend(query, key):
-        mask = attention_mask(2, 4, 6, attention_mask=PADDING)
-        if write:
-            mask.fill_(True)
-        torch._dynamo.graph_break()
-        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
-
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-    expected = attend(query, key)
-    actual = torch.compile(attend, backend="aot_eager")(query, key)
-    torch.testing.assert_close(actual, expected)

@@ -97,7 +97,7 @@ def test_t5_with_a_relative_bias(calls):
     tokens = torch.randint(60, (2, LENGTH))
     real = torch.arange(LENGTH) < torch.tensor([[100], [LENGTH]])
     inputs = {"input_ids": tokens, "attention_mask": real.long(), "decoder_input_ids": tokens}
-    config = {"d_kv": 16, "d_ff": 48, "num_hidden_layers": 1, "dropout_rate": 0.0}
+    config = {"d_kv": 16, "d_ff": 48, "num_hidden_layers": 1, "num_decoder_layers": 1}
     check("T5", config, inputs | {"use_cache": False})
     assert len(calls) == 3  # encoder, decoder, and cross-attention
     assert sum(bool(call.pattern.bias) for call in calls) >= 2

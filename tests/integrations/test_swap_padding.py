@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import saved_and_loaded
-from nn_helpers import assert_within_contract, run
+from nn_helpers import assert_within_contract, cast, run, swapped_copy
 from padded_models import (
     BATCH,
     IGNORED,
@@ -24,15 +24,14 @@ NAMES = pytest.mark.parametrize("name", STACKS)
 
 
 @NAMES
-def test_outputs_with_padding_kept_are_those_of_the_original(name, monkeypatch):
+def test_outputs_without_removal_are_those_of_the_original(name, monkeypatch):
     packings = recorded_packings(monkeypatch)
     model, args, kwargs = made(name)
-    swapped = copy.deepcopy(model)
+    swapped, truth = copy.deepcopy(model), copy.deepcopy(model).double()
     report = swap_modules(swapped, remove_padding=False)
     assert not any("padded rows" in note for note in report.notes)
-    truth = copy.deepcopy(model).double(), tuple(a.detach().double() for a in args)
-    calls = [(swapped, args), (model, args), truth]
-    results = [run(module, tuple(a.detach() for a in inputs), kwargs) for module, inputs in calls]
+    results = [run(m, args, kwargs) for m in (swapped, model)]
+    results.append(run(truth, cast(args, torch.float64), kwargs))
     # The exact gradient of a key bias is 0, so the computed one is rounding error.
     assert_within_contract(
         *({n: t for n, t in result.items() if "key.bias" not in n} for result in results)
@@ -41,7 +40,7 @@ def test_outputs_with_padding_kept_are_those_of_the_original(name, monkeypatch):
 
 
 @NAMES
-def test_kept_padding_is_copied_pickled_and_restored(name):
+def test_the_option_is_copied_pickled_and_restored(name):
     model, args, kwargs = made(name)
     attributes = {n: set(m.__dict__) for n, m in model.named_modules()}
     expected = model(*args, **kwargs)
@@ -66,7 +65,7 @@ def test_the_report_names_the_stacks_that_return_zeros(name):
 
 
 @NAMES
-def test_a_second_swap_turns_the_removal_off(name):
+def test_a_second_swap_disables_the_removal(name):
     model, args, kwargs = made(name)
     expected = model(*args, **kwargs)
     swap_modules(model)
@@ -76,7 +75,7 @@ def test_a_second_swap_turns_the_removal_off(name):
     assert [stack for stack, _, _ in padding_removers(model)] == [STACKS[name]]
 
 
-def test_stacks_that_keep_their_padding_are_not_noted():
+def test_stacks_that_do_not_remove_padding_are_not_noted():
     model = Pooled()
     model.encoder.enable_nested_tensor = False
     assert not swap_modules(model).notes
@@ -87,17 +86,16 @@ def test_stacks_that_keep_their_padding_are_not_noted():
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"batch_first": False}], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_padding_kept_in_inference_is_that_of_the_original(options, norm, padding):
+def test_padded_rows_in_inference_are_those_of_the_original(options, norm, padding):
     """With remove_padding=False, padded rows equal those of the original model.
 
     With right padding, torch's inference path sets these rows to 0 before the last norm.
     """
     ignored = IGNORED if padding == "right" else IGNORED.flip(1)
     model = Pooled(norm=norm, **options).encoder.eval()
-    swapped = copy.deepcopy(model)
-    swap_modules(swapped, remove_padding=False)
-    src = torch.randn(BATCH, LENGTH, WIDTH)
-    src = src if options.get("batch_first", True) else src.transpose(0, 1)
+    swapped = swapped_copy(model, remove_padding=False)
+    batch_first = options.get("batch_first", True)
+    src = torch.randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), WIDTH)
     for grad, fast_path in ((False, True), (False, False), (True, True)):
         torch.backends.mha.set_fastpath_enabled(fast_path)
         try:

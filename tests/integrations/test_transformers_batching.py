@@ -13,7 +13,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_to
 
 
 def prompts():
-    """Return prompts of 1, 3, 12 and 25 tokens, some beyond a window (4) or a batch (16)."""
+    """Return prompts, some of which are longer than a window (4) or a batch (16)."""
     torch.manual_seed(0)
     return [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (1, 3, 12, 25)]
 
@@ -41,10 +41,7 @@ def one_by_one(model):
 @pytest.mark.sampled("Qwen3 covers models without a window", name=["Llama", "GPT2"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "GPT2", "Gemma2", "GptOss"])
 def test_generate_batch_equals_generate(name):
-    """generate_batch with our attention returns the same tokens as `generate` with eager attention.
-
-    Some models have windows, softcap (Gemma2) or sinks (GptOss).
-    """
+    """Models with windows, softcap (Gemma2) or sinks (GptOss) generate the tokens of eager."""
     model = BY_NAME[name].model("fused_attn")
     with stats() as counts:
         tokens = in_batches(model)
@@ -61,7 +58,7 @@ def test_generate_batch_of_a_swapped_model():
     assert tokens == one_by_one(model)
 
 
-def test_other_implementations_are_those_of_transformers():
+def test_other_implementations_are_not_fused():
     model = BY_NAME["Llama"].model("sdpa")
     with stats() as counts:
         tokens = in_batches(model, auto_switch_to_flash=False)
@@ -69,7 +66,7 @@ def test_other_implementations_are_those_of_transformers():
     assert tokens == one_by_one(model)
 
 
-def test_models_whose_attention_depends_on_masks_are_refused(monkeypatch):
+def test_models_that_need_masks_raise(monkeypatch):
     model = BY_NAME["Llama"].model("fused_attn")
     monkeypatch.setattr(type(model), "_supports_flash_attn", False)
     with pytest.raises(NotImplementedError, match="does not support LlamaForCausalLM in cont"):
@@ -88,12 +85,12 @@ def attend(**arguments):
 
 
 @pytest.mark.parametrize("name", ["block_table", "attention_mask", "position_bias", "indices"])
-def test_arguments_that_batches_do_not_support_are_refused(name):
+def test_arguments_that_batches_do_not_support_raise(name):
     assert attend().shape == (1, 2, 2, 8)
     with pytest.raises(NotImplementedError, match=f"{name} in continuous batching"):
         attend(**{name: torch.zeros(1, 1, 2, 6)})
 
 
-def test_batches_are_causal():
+def test_batches_must_be_causal():
     with pytest.raises(NotImplementedError, match="is_causal=False in continuous batching"):
         attend(is_causal=False)

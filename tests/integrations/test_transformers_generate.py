@@ -40,27 +40,25 @@ def test_generate_equals_eager(family, beams, cache):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
-def test_a_cache_that_is_continued_in_chunks(name):
-    model = BY_NAME[name].model("fused_attn")
-    ids = tokens()
+def test_chunked_prefill(name):
+    model, ids = BY_NAME[name].model("fused_attn"), tokens()
     expected = on_eager(model)(ids, use_cache=False).logits
     for cache in (
         transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 3),
         transformers.DynamicCache(config=model.config),  # stores only a window
         transformers.DynamicCache(),  # stores all tokens
     ):
+        chunks = ids.split([3, 2, 3, 1], 1)
         with torch.no_grad():
-            parts = [
-                model(part, past_key_values=cache).logits for part in ids.split([3, 2, 3, 1], 1)
-            ]
+            parts = [model(chunk, past_key_values=cache).logits for chunk in chunks]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
 @pytest.mark.sampled("one model is enough for make test", name=["Gemma2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
-def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
-    """Compiled decoding returns the tokens of eager attention, and does not compile per token.
+def test_compiled_decoding(name, graphs):
+    """Compiled decoding returns the tokens of eager attention, without recompiling for each token.
 
     Gemma2 has one more graph, because its static window cache moves keys.
     """
@@ -69,8 +67,8 @@ def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
     expected = generate(on_eager(model), inputs)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-    how._compile_all_devices = True
-    actual = generate(model, inputs, cache_implementation="static", compile_config=how)
+    config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    actual = generate(model, inputs, cache_implementation="static", compile_config=config)
     assert torch.equal(actual, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

@@ -12,6 +12,8 @@ from hf_configs import small_config, transformers
 from hf_results import WAYS
 from hf_zoo import judge
 
+from fused_attn import functional
+from fused_attn.integrations.transformers import models
 from fused_attn.integrations.transformers.models import unsupported
 
 # One model type for each known difficulty; the other types resemble these.
@@ -19,6 +21,7 @@ SAMPLE = {
     "deepseek_v4": "agrees",  # appends keys to its mask
     "doge": "agrees",  # passes its mask to torch.where
     "glm_moe_dsa": "agrees",  # selects keys
+    "hy_v4": "agrees",
     "ovis2": "agrees",  # passes arguments without effect
     "timesfm2_5": "agrees",
     "qwen2_vl_text": "agrees",  # divides rotary embeddings into sections
@@ -51,9 +54,7 @@ def test_text_is_also_padded_on_the_left_and_generated():
 
 
 @pytest.mark.slow
-def test_what_differs_fails(monkeypatch):
-    from fused_attn import functional
-
+def test_wrong_results_and_errors_fail(monkeypatch):
     attend = functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional, "scaled_dot_product_attention", lambda *a, **kw: attend(*a, **kw) * 1.01
@@ -66,9 +67,7 @@ def test_what_differs_fails(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_reported_and_not_called_fails(monkeypatch):
-    from fused_attn.integrations.transformers import models
-
+def test_models_reported_as_fused_but_not_called_fail(monkeypatch):
     monkeypatch.setattr(models, "_attends", lambda model: True)
     monkeypatch.setattr(models, "set_implementation", lambda model, name: None)
     verdict = judge("bert")
@@ -76,31 +75,33 @@ def test_what_is_reported_and_not_called_fails(monkeypatch):
     assert "reported as fused, and nothing in it called" in verdict.detail
 
 
-def test_verdicts_that_get_worse_are_named():
-    before = {
-        name: {"verdict": "agrees", "detail": "1e-15", "ways": []} for name in ("a", "b", "c", "d")
-    }
+def entry(verdict, detail=""):
+    return {"verdict": verdict, "detail": detail, "ways": []}
+
+
+def test_regressions_are_listed():
+    before = {name: entry("agrees", "1e-15") for name in ("a", "b", "c", "d")}
     found = {
-        "a": {"verdict": "agrees", "detail": "2e-15", "ways": []},
-        "b": {"verdict": "not run", "detail": "its config", "ways": []},
-        "c": {"verdict": "FAILS", "detail": "differs", "ways": []},
-        "new": {"verdict": "not run", "detail": "its config", "ways": []},
+        "a": entry("agrees", "2e-15"),
+        "b": entry("not run", "its config"),
+        "c": entry("FAILS", "differs"),
+        "new": entry("not run", "its config"),
     }
-    assert [line.split(":")[0] for line in check_models.regressions(before, found)] == [
+    lines = check_models.regressions(before, found)
+    assert [line.split(":")[0] for line in lines] == [
         "b agreed before, now", "c agreed before, now"
     ]  # fmt: skip
 
 
-def test_entries_of_other_versions_say_so():
+def test_entries_of_other_versions_contain_those_versions():
     committed = json.loads(check_models.COMMITTED.read_text())
     old = {**committed, "versions": {"torch": "2.9"}}
-    found = {"bert": {"verdict": "agrees", "detail": "", "ways": []}}
-    types = check_models.merged(old, found)["types"]
+    types = check_models.merged(old, {"bert": entry("agrees")})["types"]
     assert "versions" not in types["bert"]
     assert types["llama"]["versions"] == {"torch": "2.9"}
 
 
-def test_the_page_and_the_counts_are_those_of_the_verdicts():
+def test_page_and_counts_match_the_verdicts():
     committed = json.loads(check_models.COMMITTED.read_text())
     assert committed["counts"] == check_models.counts(committed["types"])
     assert "FAILS" not in committed["counts"]
@@ -108,14 +109,27 @@ def test_the_page_and_the_counts_are_those_of_the_verdicts():
     assert check_models.with_summary(page, committed) == page
 
 
-def test_models_that_find_no_implementation_decline():
-    code = """class Model(PreTrainedModel):
+@pytest.mark.parametrize(
+    ("lookup", "argument", "reason"),
+    [
+        ("getattr(ALL_ATTENTION_FUNCTIONS, ", "scaling", "Model always selects eager attention"),
+        ("ALL_ATTENTION_FUNCTIONS.get_interface(", "scaling", None),
+        (
+            "ALL_ATTENTION_FUNCTIONS.get_interface(",
+            "head_mask",
+            "Model passes head_mask, which scales the weights of each head",
+        ),
+    ],
+)
+def test_models_without_source(lookup, argument, reason):
+    """The bytecode of a model shows whether its attention is supported."""
+    code = f"""class Model(PreTrainedModel):
         def forward(self, x):
-            attend = getattr(ALL_ATTENTION_FUNCTIONS, "fused_attn", None)
-            return attend(self, x, x, x, None)"""
+            attend = {lookup}"fused_attn", None)
+            return attend(self, x, x, x, None, {argument}=x)"""
     space = {"__name__": __name__, "PreTrainedModel": transformers.PreTrainedModel}
     exec(compile(code, "<no file>", "exec"), space)
-    assert unsupported(space["Model"]) == "Model always selects eager attention"
+    assert unsupported(space["Model"]) == reason
 
 
 def test_small_configs_have_a_layer_of_each_kind():
@@ -123,18 +137,3 @@ def test_small_configs_have_a_layer_of_each_kind():
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert config.num_hidden_layers == 2
     assert config.vocab_size < 100
-
-
-@pytest.mark.parametrize("argument", ["head_mask", "scaling"])
-def test_models_without_source_decline_for_what_their_code_says(argument):
-    code = f"""class Model(PreTrainedModel):
-        def forward(self, x):
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface("fused_attn", None)
-            return attend(self, x, x, x, None, {argument}=x)"""
-    space = {"__name__": __name__, "PreTrainedModel": transformers.PreTrainedModel}
-    exec(compile(code, "<no file>", "exec"), space)
-    reason = unsupported(space["Model"])
-    if argument == "scaling":
-        assert reason is None
-    else:
-        assert reason == "Model passes head_mask, which scales the weights of each head"

@@ -345,7 +345,7 @@ def test_unfused_functions(function, reason):
 
 
 def test_inductor_with_varying_lengths():
-    """As an option of torch.compile, the pass fuses training attention of varying lengths."""
+    """The pass, as an option of torch.compile, fuses training attention of varying lengths."""
     attention = compile_pass()
     torch._dynamo.reset()
     run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)

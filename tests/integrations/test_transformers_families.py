@@ -97,6 +97,16 @@ def small_model(kind, implementation="fused_attn"):
     return perturb(kind._from_config(small_config(kind.config_class), **options)).double().eval()
 
 
+def test_decoding_with_compressed_keys():
+    model, ids = small_model(transformers.DeepseekV4ForCausalLM), text()["input_ids"]
+    expected = on_eager(model)(ids, use_cache=False).logits
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(1, 1)]
+    # Parts of the float64 model compute in float32.
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_arguments_without_effect_are_ignored(calls):
     model, inputs = BY_NAME["Llama"].model("fused_attn").model, text()
     expected = model(**inputs).last_hidden_state

@@ -157,7 +157,7 @@ def viewed(q, k, v):
 
 
 def by_name(q, k, v):
-    """Attention whose operations take their inputs by name."""
+    """Attention whose operations receive their inputs by keyword."""
     scores = 8.0 * torch.tanh(input=torch.matmul(input=q, other=k.transpose(-2, -1)) / 8)
     scores = torch.masked_fill(input=scores, mask=~PADDING, value=INF)
     scores = torch.where(CAUSAL, scores, torch.full((), fill_value=INF, dtype=q.dtype))

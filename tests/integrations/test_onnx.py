@@ -1,4 +1,4 @@
-"""torch.onnx.export of our functions, modules and swapped models, run by onnxruntime."""
+"""torch.onnx.export of functions, modules and swapped models, run by onnxruntime."""
 
 import pytest
 import torch
@@ -113,30 +113,28 @@ def test_swapped_model_of_transformers(name):
     check_export(First().eval(), (inputs["input_ids"], inputs["attention_mask"]))
 
 
-def test_an_exported_program_keeps_the_ops():
-    """torch.export and its default decompositions preserve our ops."""
+def test_exported_programs_contain_the_ops():
+    """torch.export and its default decompositions preserve the ops of this package."""
     program = torch.export.export(Called(attend), heads())
     for decomposed in (program, program.run_decompositions()):
         assert "fused_attn.attention_fwd" in str(decomposed.graph)
 
 
-def test_an_exported_program_given_to_the_exporter():
-    query, key, value = heads()
-    program = torch.export.export(Called(attend), (query, key, value))
+def test_onnx_export_of_an_exported_program():
+    args = heads()
+    program = torch.export.export(Called(attend), args)
     table = torch.export.default_decompositions()
     table.update(decompositions())
     exported = torch.onnx.export(program.run_decompositions(table), dynamo=True, verbose=False)
-    expected = attend(query, key, value)
-    torch.testing.assert_close(exported(query, key, value)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exported(*args)[0], attend(*args), rtol=1e-5, atol=1e-5)
 
 
 def test_compiles_in_ci(monkeypatch):
-    """Our ops compile with CI=true, where Inductor rejects fallbacks of decomposed ops."""
+    """The ops compile with CI=true, where Inductor rejects fallbacks of decomposed ops."""
     monkeypatch.setenv("CI", "true")
     lowerings = torch._inductor.lowering.lowerings
     for op in decompositions():
         monkeypatch.delitem(lowerings, op, raising=False)
     torch.compiler.reset()
-    query, key, value = heads()
-    got = torch.compile(attend)(query, key, value)
-    torch.testing.assert_close(got, attend(query, key, value))
+    args = heads()
+    torch.testing.assert_close(torch.compile(attend)(*args), attend(*args))

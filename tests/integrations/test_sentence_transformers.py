@@ -1,4 +1,4 @@
-"""sentence-transformers' MiniLM with its real weights: encoding and training."""
+"""sentence-transformers' MiniLM with its trained weights: encoding and training."""
 
 from __future__ import annotations
 

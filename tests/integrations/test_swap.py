@@ -73,7 +73,7 @@ def test_restore():
     report.restore()
     assert kinds(model) == before
     assert not model.norm.training
-    assert model.norm.weight.eq(2.0).all(), "restore() has undone a change made after the swap"
+    assert model.norm.weight.eq(2.0).all(), "restore() has reset a weight changed after the swap"
     report.restore()  # a second call changes nothing
     assert kinds(model) == before
     assert len(swap_modules(model).swapped) == 4
@@ -189,7 +189,7 @@ def test_classes_of_torch_with_a_replaced_method_are_skipped(kind, name, monkeyp
     assert swap_modules(layer).swapped
 
 
-def test_hooks_are_called_and_handles_work():
+def test_hooks_are_called_until_removed():
     model = Block()
     calls = []
     handles = [

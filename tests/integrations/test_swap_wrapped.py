@@ -168,7 +168,7 @@ class Doubled(torch.nn.Module):
         return 2.0 * x
 
 
-def test_parametrized_parts_keep_working():
+def test_parametrizations_before_the_swap():
     """A parametrized in_proj_weight prevents the swap; parametrized out_proj and linear1 do not."""
     model = perturb(torch.nn.ModuleList([layer() for _ in range(3)])).double()
     parametrize.register_parametrization(model[0].self_attn, "in_proj_weight", Doubled())

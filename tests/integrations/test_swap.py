@@ -118,7 +118,7 @@ def test_the_model_itself_is_swapped():
 
 
 class Shifted(torch.nn.LayerNorm):
-    """Subclass whose results swap_modules cannot know."""
+    """Layer norm that adds 1, so that it must not be replaced."""
 
     def forward(self, input):
         return super().forward(input) + 1.0

@@ -97,7 +97,7 @@ PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.boo
 def attend(
     module=None, query_heads=3, attention_mask=None, length=4, dtype=torch.float32, **kwargs
 ):
-    """Return the output of the attention function, and the query, key and value it was given."""
+    """Return the output of the attention function, and its random query, key and value."""
     torch.manual_seed(1)
     query = torch.randn(2, query_heads, length, 8).to(dtype)
     key, value = torch.randn(2, 3, 6, 8).to(dtype), torch.randn(2, 3, 6, 5).to(dtype)

@@ -319,9 +319,13 @@ def test_copies_and_pickles(name):
         assert torch.equal(other(**call).last_hidden_state, expected)
 
 
+# Whether a float mask only hides padding depends on its values, which a graph cannot read.
+BOOL_MASKS = [name for name in STACKS if name != "LayoutLM"]
+
+
 @pytest.mark.parametrize(
     ("name", "packed"),
-    [("Bert", False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in STACKS)],
+    [("Bert", False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in BOOL_MASKS)],
 )
 def test_compiled_encoders(name, packed):
     """Compiled encoders pack batches only if graphs may have data-dependent sizes."""

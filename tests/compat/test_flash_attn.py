@@ -60,23 +60,21 @@ def case(request):
     """Return [query, key, value], and flash-attn's arguments for mask, ALiBi and softcap."""
     causal, window_size, alibi, softcap, lengths = request.param
     slopes = torch.rand(HEADS) if alibi else None
-    names = {"causal": causal, "window_size": window_size}
-    return qkv(*lengths), {**names, "alibi_slopes": slopes, "softcap": softcap}
+    names = "causal", "window_size", "alibi_slopes", "softcap"
+    return qkv(*lengths), dict(zip(names, (causal, window_size, slopes, softcap), strict=True))
 
 
 def ends(lengths):
     return torch.nn.functional.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
-def pages_of(rows, used, page_size=2):
-    """Return pages in random order that hold `used` rows of each sequence, and the block table."""
-    count = -(-rows.shape[1] // page_size)
-    table = torch.randperm(3 * count)[: 2 * count].view(2, count)
-    pages = torch.full((3 * count, page_size, *rows.shape[2:]), float("nan"))
+def pages_of(rows, used, table):
+    """Return pages of two rows that contain the `used` rows of each sequence, and NaN elsewhere."""
+    pages = torch.full((3 * table.shape[1], 2, *rows.shape[2:]), float("nan"))
     for b, length in enumerate(used):
         for i in range(length):
-            pages[table[b, i // page_size], i % page_size] = rows[b, i]
-    return pages, table.int()
+            pages[table[b, i // 2], i % 2] = rows[b, i]
+    return pages
 
 
 def test_batches_and_packed_sequences(case):
@@ -93,17 +91,17 @@ def test_pages_and_used_rows(case):
     (q, k, v), mask = case
     used = torch.tensor([k.shape[1] - 1, k.shape[1]])
     used_q = torch.tensor([q.shape[1], q.shape[1] - 1])
-    state = torch.get_rng_state()
-    (keys, table), _ = pages_of(k, used.tolist()), torch.set_rng_state(state)
-    values, _ = pages_of(v, used.tolist())
+    count = (k.shape[1] + 1) // 2
+    table = torch.randperm(3 * count, dtype=torch.int32)[: 2 * count].view(2, count)
+    pages = (pages_of(x, used, table) for x in (k, v))
     out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q.flatten(0, 1), keys, values, ends([q.shape[1]] * 2), None, q.shape[1], k.shape[1], **mask,
+        q.flatten(0, 1), *pages, ends([q.shape[1]] * 2), None, q.shape[1], k.shape[1], **mask,
         block_table=table, seqused_q=used_q, seqused_k=used, return_attn_probs=True,
     )  # fmt: skip
-    for b, own in enumerate(out.unflatten(0, (2, -1))):
+    for b, part in enumerate(out.unflatten(0, (2, -1))):
         keys, values = (x[b : b + 1, : used[b]] for x in (k, v))
         want = expected(q[b : b + 1, : used_q[b]], keys, values, **mask)
-        assert_close(own[: used_q[b]], want[0])
+        assert_close(part[: used_q[b]], want[0])
     assert out[-1].eq(0).all() and lse[:, -1].eq(float("-inf")).all()
 
 
@@ -111,14 +109,16 @@ def test_pages_and_used_rows(case):
 def test_cache(case, paged):
     """Appended keys, left padding, and reordered or paged cache rows match the formula."""
     (q, _, _), mask = case
-    q, (new_k, new_v) = q[:, :4], torch.randn(2, 2, q[:, :4].shape[1], HEADS_KV, DIM)
+    q = q[:, :4]
+    new_k, new_v = torch.randn(2, 2, q.shape[1], HEADS_KV, DIM)
     k_cache, v_cache = torch.randn(2, 5, 16, HEADS_KV, DIM)
     before = k_cache.clone(), v_cache.clone()
     lengths, left, rows = torch.tensor([5, 7]), torch.tensor([0, 2]), torch.tensor([3, 1])
-    own = {"block_table": rows[:, None].int()} if paged else {"cache_batch_idx": rows}
+    where = {"block_table": rows[:, None].int()} if paged else {"cache_batch_idx": rows}
     out = flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, cache_leftpad=left, **own, **mask
-    )
+        q, k_cache, v_cache, new_k, new_v,
+        cache_seqlens=lengths, cache_leftpad=left, **where, **mask,
+    )  # fmt: skip
     for b, (row, start, stop) in enumerate(zip(rows, left, lengths, strict=True)):
         keys, values = (
             torch.cat([cache[row, start:stop], new[b]])[None]
@@ -131,13 +131,10 @@ def test_cache(case, paged):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_in_the_cache(causal, interleaved):
-    """Queries and appended keys are rotated: pairs of features are multiplied by exp(i * angle)."""
+    """Pairs of features of queries and appended keys are multiplied by exp(i * angle)."""
     angles = torch.arange(16)[:, None] * torch.tensor([1.0, 0.3, 0.1])
-    cache, new, q = (
-        torch.randn(2, 2, 16, 2, DIM),
-        torch.randn(2, 2, 3, 2, DIM),
-        torch.randn(2, 3, 4, DIM),
-    )
+    cache, new = torch.randn(2, 2, 16, 2, DIM), torch.randn(2, 2, 3, 2, DIM)
+    q = torch.randn(2, 3, 4, DIM)
     before, lengths = cache.clone(), torch.tensor([4, 9])
 
     def rotated(x, positions):
@@ -176,10 +173,10 @@ def test_packed_tensors_and_gradients():
             causal=True,
         ).unflatten(0, (2, 9)),
     ]  # fmt: skip
-    grads = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in results]
-    for out, grad in zip(results[1:], grads[1:], strict=True):
+    want, *grads = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in results]
+    for out, grad in zip(results[1:], grads, strict=True):
         assert_close(out, results[0])
-        torch.testing.assert_close(grad, grads[0], rtol=0.0, atol=2e-5)
+        torch.testing.assert_close(grad, want, rtol=0.0, atol=2e-5)
 
 
 def test_padding_and_back():
@@ -189,8 +186,8 @@ def test_padding_and_back():
     kept = (mask + unused).bool()
     assert torch.equal(rows, x[kept]) and longest == 5
     assert cu_seqlens.tolist() == [0, 3, 8, 10] and used.tolist() == [2, 5, 2]
-    whole = flash_attn.bert_padding.pad_input(rows, indices, 3, 5)
-    assert torch.equal(whole, x * kept[..., None])
+    padded = flash_attn.bert_padding.pad_input(rows, indices, 3, 5)
+    assert torch.equal(padded, x * kept[..., None])
     flat = flash_attn.bert_padding.index_first_axis(x.flatten(0, 1), indices)
     assert torch.equal(flat, rows)
 

@@ -18,13 +18,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 QUERIES, KEYS = [3, 1, 5], [4, 6, 5]
 PACKED = [range(4), range(4, 10), range(10, 15)]
 PADDED = [range(7 * b, 7 * b + n) for b, n in enumerate(KEYS)]
-GAPPY = [range(1, 5), range(5, 11), range(9, 14)]  # the last two share keys
+GAPPY = [range(1, 5), range(5, 11), range(9, 14)]  # the last two sequences share keys
 TABLES = torch.tensor([[4, 1, -1], [0, 6, 3], [5, 2, -1]], dtype=torch.int32)
 LOGICAL = [[p * 3 + i for p in row if p >= 0 for i in range(3)] for row in TABLES.tolist()]
 PAGED = [rows[:n] for rows, n in zip(LOGICAL, KEYS, strict=True)]
 LATER = [rows[s : s + n] for rows, s, n in zip(LOGICAL, [2, 3, 1], KEYS, strict=True)]
 
-# True if a query attends to a key: (query, key, number of queries, number of keys) in a sequence.
+# Rules: functions of (query, key, number of queries, number of keys) in a sequence that return True
+# if the query attends to the key.
 ALL = lambda i, j, m, n: True  # noqa: E731
 CAUSAL = lambda i, j, m, n: j <= i  # noqa: E731
 BOTTOM = lambda i, j, m, n: j <= i + n - m  # noqa: E731
@@ -72,6 +73,7 @@ ROWS = [
     ),
 ]  # fmt: skip
 MASKS = {type(row[0]).__name__: row for row in ROWS}
+WITH_PADDED_KEYS = "BlockDiagonalPaddedKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask"
 
 
 def lengths_of(mask):
@@ -117,10 +119,10 @@ def tensors(batch, seqlen_q, seqlen_k, dtype=torch.float32, heads=(HEADS,)):
 def test_every_class_is_tested():
     classes = {
         name
-        for name, value in vars(attn_bias).items()
-        if inspect.isclass(value) and issubclass(value, attn_bias.AttentionBias)
+        for name, value in inspect.getmembers(attn_bias, inspect.isclass)
+        if issubclass(value, attn_bias.AttentionBias) and name.endswith("Mask")
     }
-    assert {name for name in classes if name.endswith("Mask")} == set(MASKS)
+    assert classes == set(MASKS)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -163,37 +165,31 @@ def test_no_dense_mask_is_made(name, monkeypatch):
 @pytest.mark.parametrize("name", [None, "LowerTriangularMask", "BlockDiagonalPaddedKeysMask"])
 def test_groups(name, repeated):
     mask, _, _, total = MASKS[name] if name else (None, None, None, 15)
-    lengths = lengths_of(mask) if mask else [9]
     bias = expected_mask(*MASKS[name]) if name else None
-    q = torch.randn(1, sum(lengths), 2, 3, DIM, requires_grad=True)
+    q = torch.randn(1, 9, 2, 3, DIM, requires_grad=True)
     key, value = (torch.randn(1, total, 2, 1, DIM, requires_grad=True) for _ in range(2))
     given = [x.expand(-1, -1, -1, 3, -1) if repeated else x for x in (key, value)]
     out = xops.memory_efficient_attention(q, *given, attn_bias=mask)
     heads = (x.expand(-1, -1, -1, 3, -1).flatten(2, 3) for x in (q, key, value))
     want = expected(*heads, bias).unflatten(2, (2, 3))
     assert_close(out, want)
-    for got, grad in zip(
-        torch.autograd.grad(out.square().sum(), (q, key, value)),
-        torch.autograd.grad(want.square().sum(), (q, key, value)),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, grad, rtol=1e-5, atol=2e-5)
-    with torch.no_grad():  # in which case repeated heads are removed before the call
+    grads = (torch.autograd.grad(x.square().sum(), (q, key, value)) for x in (out, want))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=2e-5)
+    with torch.no_grad():  # without gradients, repeated heads are removed before the call
         assert_close(xops.memory_efficient_attention(q, *given, mask), want)
     lse = fmha.memory_efficient_attention_forward_requires_grad(q, *given, mask)[1]
-    assert lse.shape == (1, 2, 3, sum(lengths))
+    assert lse.shape == (1, 2, 3, 9)
 
 
 def test_gradient_of_expanded_leaves():
-    """The gradient of an expanded tensor has the expanded shape: heads are not summed."""
+    """The gradient of an expanded key has the expanded shape and is not summed over heads."""
     q = torch.randn(2, 5, HEADS, DIM)
     key, value = (torch.randn(2, 7, 1, DIM).expand(-1, -1, HEADS, -1) for _ in range(2))
     key.requires_grad_()
     out = xops.memory_efficient_attention(q, key, value)
-    got, want = (
-        torch.autograd.grad(x.square().sum(), key)[0] for x in (out, expected(q, key, value))
-    )
-    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    want = expected(q, key, value)
+    grads = (torch.autograd.grad(x.square().sum(), key)[0] for x in (out, want))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -210,12 +206,12 @@ def test_tensor_bias(layout, causal):
     count = max(1, sum(heads) if len(heads) < 2 else 6)
     want = expected(*(x.reshape(2, -1, count, DIM) for x in qkv), dense.reshape(2, count, 5, 7))
     assert_close(out, want.reshape(out.shape))
-    got, grad = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, want))
-    torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-5)
+    grads = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, want))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
     broadcast = bias[:1, ..., :1, :].detach()  # smaller than (batch, heads, queries, keys)
     out = xops.memory_efficient_attention(*qkv, attn_bias=broadcast)
-    whole = broadcast.expand_as(bias).contiguous()
-    assert torch.equal(out, xops.memory_efficient_attention(*qkv, attn_bias=whole))
+    expanded = broadcast.expand_as(bias).contiguous()
+    assert torch.equal(out, xops.memory_efficient_attention(*qkv, attn_bias=expanded))
 
 
 def test_lists_of_tensors():
@@ -239,22 +235,22 @@ def test_lists_of_tensors():
 
 
 def test_lengths_are_read_again_after_changes_in_place():
-    for name in ("BlockDiagonalCausalWithOffsetPaddedKeysMask", "BlockDiagonalPaddedKeysMask"):
+    """A change of a mask's lengths in place takes effect in the next call."""
+    for name in WITH_PADDED_KEYS:
         old, rule, _, _ = MASKS[name]
         info = replace(old.k_seqinfo, seqlen=old.k_seqinfo.seqlen.clone())
         mask = replace(old, k_seqinfo=info)
         q, k, v = tensors(1, 9, 21)
         before = xops.memory_efficient_attention(q, k, v, mask)
         info.seqlen.sub_(1)
-        keys = [rows[:-1] for rows in PADDED]
-        want = expected(q, k, v, expected_mask(mask, rule, keys, 21))
         after = xops.memory_efficient_attention(q, k, v, mask)
-        assert_close(after, want)
+        keys = [rows[:-1] for rows in PADDED]
+        assert_close(after, expected(q, k, v, expected_mask(mask, rule, keys, 21)))
         assert not torch.equal(before, after)
 
 
 def test_unused_keys_may_be_nan():
-    for name in ("BlockDiagonalPaddedKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask"):
+    for name in WITH_PADDED_KEYS:
         q, k, v = tensors(1, 9, 21)
         unused = torch.ones(21, dtype=torch.bool)
         unused[[row for rows in PADDED for row in rows]] = False
@@ -294,16 +290,13 @@ def test_empty_tensors():
             assert_close(xops.memory_efficient_attention(q, k, v, mask), want)
 
 
-@pytest.mark.parametrize("name", ["LowerTriangularMask", "BlockDiagonalCausalMask", "Padded"])
+@pytest.mark.parametrize(
+    "name", ["LowerTriangularMask", "BlockDiagonalCausalMask", WITH_PADDED_KEYS[1]]
+)
 def test_compiled(name):
     """A function compiles to one graph if masks are its arguments or are created in it."""
-    mask, lengths, total = attn_bias.LowerTriangularMask(), [9], 9
-    if name == "Padded":
-        kind = attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask
-        mask, lengths, total = kind.from_seqlens([3] * 3, 7, KEYS), [3] * 3, 21
-    elif name == "BlockDiagonalCausalMask":
-        mask, lengths, total = blocks.make_causal(), QUERIES, 15
-    q, k, v = tensors(1, sum(lengths), total)
+    mask, _, _, total = MASKS[name]
+    q, k, v = tensors(1, 9, total)
 
     def attend(q, k, v, mask=None):
         mask = attn_bias.LowerTriangularMask() if mask is None else mask
@@ -315,7 +308,8 @@ def test_compiled(name):
         assert_close(compiled(q, k, v), attend(q, k, v))
 
 
-def test_layer_calls_share_what_is_derived_from_lengths(monkeypatch):
+def test_the_spec_of_a_mask_is_cached(monkeypatch):
+    """The layers of a model, which share a mask, compute its MaskSpec once."""
     q, k, v = tensors(1, 9, 15)
     xops.memory_efficient_attention(q, k, v, blocks)
     monkeypatch.setattr(packed, "spec_of_mask", lambda *args: pytest.fail("not cached"))
@@ -337,11 +331,11 @@ def test_no_argument_is_ignored():
     with pytest.raises(ValueError, match=r"attn_bias must be a float tensor .* \(5, 5\)"):
         attend(q, k, v, torch.zeros(5, 5))
 
-    class Own(attn_bias.LowerTriangularMask):
-        """Subclass that could override materialize; it is refused, as overrides are not called."""
+    class UserMask(attn_bias.LowerTriangularMask):
+        """User-defined subclass; refused, because an overridden materialize would be ignored."""
 
-    with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.Own"):
-        attend(q, k, v, Own())
+    with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.UserMask"):
+        attend(q, k, v, UserMask())
     with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got builtins\.object"):
         attend(q, k, v, object())
     with pytest.raises(NotImplementedError, match=r"attn_bias must be .*, got .*\.Blocks"):

@@ -39,11 +39,9 @@ def check_blocks(intervals, visible, block_size, *, exact):
     want = create_block_mask(
         lambda b, h, q, k: visible[b, h, q, k], batch, heads, seqlen_q, seqlen_k, "cpu", block_size
     )
-    pairs = (
-        (want.kv_num_blocks, want.kv_indices),
-        (want.full_kv_num_blocks, want.full_kv_indices),
-    )
-    some, every = (blocks_of(n.contiguous(), i.contiguous(), blocks[1]) for n, i in pairs)
+    lists = want.kv_num_blocks, want.kv_indices, want.full_kv_num_blocks, want.full_kv_indices
+    lists = [t.contiguous() for t in lists]
+    some, every = (blocks_of(*lists[i : i + 2], blocks[1]) for i in (0, 2))
     assert not (partial & full).any()
     assert not ((some | every) & ~(partial | full)).any(), "a visible block is missing"
     if intervals.rest.bias is None:  # a bias also masks positions in full blocks
@@ -60,15 +58,23 @@ def elements_of(intervals, shape):
     visible = inside[:, None]
     if rows is None:
         return visible & visible_of(rest, shape)
-    bias = None if rest.bias is None else rest.bias != -INF
-    of_sequences = [t for t in (rest.dense, bias) if t is not None]
-    for tensor in of_sequences:
-        sizes = tensor.shape
-        index = [rows.sequence[:, None], rows.position[:, None], key - rows.first_key[:, None]]
-        b, i, j = (t.clamp(0, n - 1) for t, n in zip(index, (sizes[0], *sizes[2:]), strict=True))
-        visible = visible & tensor[b, :, i, j].permute(2, 0, 1)[None]
-    rest = replace(rest, dense=None, bias=None)
-    return visible & visible_of(rest, shape)
+    index = [rows.sequence[:, None], rows.position[:, None], key - rows.first_key[:, None]]
+    for tensor in (rest.dense, None if rest.bias is None else rest.bias != -INF):
+        if tensor is not None:
+            sizes = tensor.shape[0], *tensor.shape[2:]
+            b, i, j = (t.clamp(0, n - 1) for t, n in zip(index, sizes, strict=True))
+            visible = visible & tensor[b, :, i, j].permute(2, 0, 1)[None]
+    return visible & visible_of(replace(rest, dense=None, bias=None), shape)
+
+
+def check_intervals(number, spec, shape, visible, block_size):
+    """Check intervals, block lists and unmasked keys of a mask against its dense mask."""
+    intervals = intervals_of(spec, shape, CPU)
+    assert torch.equal(elements_of(intervals, shape), visible), number
+    check_blocks(intervals, visible, block_size, exact=intervals.exact)
+    unmasked = unmasked_keys(intervals, 2).expand(shape[0], 2, -1)
+    assert not (visible.any(2) & ~unmasked).any(), number
+    return intervals, unmasked
 
 
 @pytest.mark.sampled("covered by the first hundred masks", start=range(100, 600))
@@ -79,13 +85,10 @@ def test_structured_masks(start):
         draw = random.Random(-number)
         shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))
         spec = spec_of_mask(drawn_mask(number, STRUCTURED, shape), *shape, torch.device("cpu"))
-        intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
-        assert intervals.exact
-        assert torch.equal(elements_of(intervals, shape), visible), number
+        visible = visible_of(spec, shape)
         block_size = draw.choice([(16, 16), (32, 16), (16, 32), (64, 64)])
-        check_blocks(intervals, visible, block_size, exact=True)
-        unmasked = unmasked_keys(intervals, 2).expand(shape[0], 2, -1)
-        assert torch.equal(unmasked, visible.any(2)), number
+        intervals, unmasked = check_intervals(number, spec, shape, visible, block_size)
+        assert intervals.exact and torch.equal(unmasked, visible.any(2)), number
 
 
 @pytest.mark.sampled("covered by the first hundred masks", start=range(100, 300))
@@ -97,22 +100,14 @@ def test_other_masks(start):
         shape = (draw.choice([1, 2]), 2, draw.randint(1, 100), draw.randint(1, 100))
         kinds = (*OTHERS, *draw.sample(STRUCTURED, 2))
         spec = spec_of_mask(drawn_mask(number, kinds, shape), *shape, torch.device("cpu"))
-        intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
-        assert torch.equal(elements_of(intervals, shape), visible), number
-        check_blocks(intervals, visible, draw.choice([(16, 16), (32, 16)]), exact=intervals.exact)
-        unmasked = unmasked_keys(intervals, 2).expand(shape[0], 2, -1)
-        assert not (visible.any(2) & ~unmasked).any()
+        block_size = draw.choice([(16, 16), (32, 16)])
+        check_intervals(number, spec, shape, visible_of(spec, shape), block_size)
 
 
 def test_packed_sequences():
     """Intervals and block lists of packed sequences agree with the dense mask of all rows."""
     for number in range(100):
-        spec, shape, visible = packed_problem(number)
-        intervals = intervals_of(spec, shape, CPU)
-        assert torch.equal(elements_of(intervals, shape), visible), number
-        check_blocks(intervals, visible, (16, 16), exact=intervals.exact)
-        unmasked = unmasked_keys(intervals, 2).expand(1, 2, -1)
-        assert not (visible.any(2) & ~unmasked).any()
+        check_intervals(number, *packed_problem(number), (16, 16))
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents"])

@@ -1,8 +1,4 @@
-"""Masks that are tensor subclasses.
-
-A CausalBias becomes a causal mask, a subclass without overrides is read as a tensor, and all
-other subclasses are refused.
-"""
+"""Masks that are tensor subclasses: causal biases, and subclasses with and without overrides."""
 
 from __future__ import annotations
 
@@ -16,13 +12,14 @@ import fused_attn
 from fused_attn import masks
 
 SHAPE = 2, 4, 2, 33, 47, 16
+MODULE = fused_attn.nn.MultiheadAttention(16, 2)
 
 
 class Plain(torch.Tensor):
     """Tensor subclass without overrides."""
 
 
-class Other(torch.Tensor):
+class Overriding(torch.Tensor):
     """Tensor subclass that overrides __torch_function__."""
 
     @classmethod
@@ -48,19 +45,16 @@ CAUSAL = pytest.mark.parametrize(
 @pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_causal_bias(make, align, backend, compiled, qkv):
-    """A CausalBias becomes masks.causal; its memory, which is uninitialized, is not read."""
+    """A CausalBias becomes masks.causal, and its uninitialized memory is not read."""
     bias = make(33, 47)
     visible = torch.ones(33, 47).tril(14 if align == "bottom_right" else 0) > 0
     function = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
-    want = attend(qkv, visible, backend="eager")
-    torch.testing.assert_close(function(qkv, bias, backend=backend), want)
-    q, k, v = qkv
-    own = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
-    torch.testing.assert_close(own, want)
+    got = [function(qkv, bias, backend=backend)]
+    got.append(F.scaled_dot_product_attention(*qkv, bias, enable_gqa=True))
     with fused_attn.enabled():
-        torch.testing.assert_close(
-            F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True), want
-        )
+        got.append(F.scaled_dot_product_attention(*qkv, bias, enable_gqa=True))
+    want = attend(qkv, visible, backend="eager")
+    torch.testing.assert_close(got, [want] * 3)
     assert str(masks.as_mask(bias)) == str(masks.causal(align))
 
 
@@ -112,26 +106,28 @@ def test_plain_subclasses_are_tensors(qkv):
     [
         attend,
         lambda qkv, mask: masks.dense(mask),
-        lambda qkv, mask: fused_attn.nn.MultiheadAttention(16, 2)(*[torch.randn(47, 2, 16)] * 3,
-                                                                   attn_mask=mask),
+        lambda qkv, mask: MODULE(*[torch.randn(47, 2, 16)] * 3, attn_mask=mask),
     ],
     ids=["function", "dense", "module"],
-)  # fmt: skip
+)
 def test_subclasses_with_overrides_are_refused(call, qkv):
-    """Masked tensors and subclasses with overrides are refused; memory may lack their values."""
+    """Masked tensors and subclasses with overrides are refused.
+
+    Their memory need not contain the values of the mask.
+    """
     visible = torch.rand(47, 47) < 0.5
-    for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
+    for mask in (visible.as_subclass(Overriding), torch.masked.masked_tensor(visible, visible)):
         with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):
             call(qkv, mask)
 
 
-def test_structure_is_no_tensor():
+def test_dense_and_bias_refuse_a_causal_bias():
     for function in (masks.dense, masks.bias):
         with pytest.raises(TypeError, match="mask must be a"):
             function(causal_upper_left(3, 3))
 
 
-def test_repr_shows_no_values():
+def test_repr_shows_shapes_instead_of_values():
     mask = masks.causal() & masks.padding([3, 4]) & masks.dense(torch.ones(2, 2) > 0)
     text = repr(mask)
     assert "paddings=[Padding(key_lengths=int64[2]" in text and "dense_masks=[bool[2, 2]]" in text

@@ -15,7 +15,8 @@ from fused_attn import masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAGE = 32
-LONGEST_OF_VECTORS = 32  # with AMX, up to this many queries may run on vector units
+# With AMX, up to this many queries may run on vector units, which round differently.
+LONGEST_OF_VECTORS = 32
 
 
 class Case:
@@ -169,7 +170,7 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
 
 
 def test_packed_batch(isa):
-    """Packed and single sequences give identical bits, even if kernels prefetch the next head."""
+    """Packed and single sequences give identical bits even if kernels prefetch the next head."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, short sequences run on vector units")
     lengths = [7, 120, 33, 1, 90, 64, 128, 100] * 6
@@ -179,7 +180,7 @@ def test_packed_batch(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_packed_prompts_and_decoding_steps(dtype, isa):
-    """Packed and single sequences give identical bits, even if they run on different kernels."""
+    """Packed and single sequences give identical bits even if they run on different kernels."""
     if isa.startswith("amx"):
         pytest.skip("reason: with AMX, short sequences run on vector units")
     lengths_q, lengths_k = [1, 40, 1, 8, 3, 17, 2, 1, 16], [300, 40, 1, 20, 3, 90, 500, 70, 16]

@@ -21,8 +21,10 @@ from fused_attn.nn.weights import attention_with_weights
 TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 1e-4)}
 
 
+# Each function returns a function of tensors, and the tensors.
+
+
 def of_attention(backend):
-    """Return a function of query, key, value and a float mask, and these tensors."""
     tensors = [*random_qkv(2, 2, 1, 5, 6, 4).values(), torch.randn(1, 2, 5, 6)]
 
     def attend(query, key, value, bias):
@@ -51,9 +53,10 @@ def of_norm(backend, rms):
 
     def norm(input, residual, weight):
         torch.manual_seed(1)
-        function = F.rms_norm if rms else F.layer_norm
-        options = {"residual": residual, "dropout_p": 0.2, "return_residual": True}
-        return function(input, 6, weight, backend=backend, **options)
+        return (F.rms_norm if rms else F.layer_norm)(
+            input, 6, weight,
+            residual=residual, dropout_p=0.2, return_residual=True, backend=backend,
+        )  # fmt: skip
 
     return norm, leaves_of(tensors, most_exact(backend), backend)
 
@@ -73,15 +76,12 @@ def assert_same(got, want):
         torch.testing.assert_close(one, two, rtol=rtol, atol=atol)
 
 
-def stacked(rows):
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
 @pytest.mark.thinned("covered by create_graph=True", create_graph=[False])
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_is_that_of_its_own_backward(name, create_graph, backend):
+    """Gradients of a batched backward equal those of one backward per output gradient."""
     function, leaves = FUNCTIONS[name](backend)
     outputs = function(*leaves)
     grads = [torch.randn(3, *o.shape, dtype=o.dtype, device=o.device) for o in outputs]
@@ -89,7 +89,7 @@ def test_each_is_that_of_its_own_backward(name, create_graph, backend):
     alone = [
         torch.autograd.grad(outputs, leaves, row, **options) for row in zip(*grads, strict=True)
     ]
-    want = stacked(alone)
+    want = [torch.stack(of_leaf) for of_leaf in zip(*alone, strict=True)]
     got = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, **options)
     assert_same(got, want)
     if not create_graph:
@@ -125,6 +125,7 @@ def test_vectorized_jacobian_and_hessian(name, backend):
 
 
 def test_enabled():
+    """Batched gradients of torch's function are correct while fused_attn.enabled() patches it."""
     inputs = tuple(torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).requires_grad_().unbind())
     attend = torch.nn.functional.scaled_dot_product_attention
     with fused_attn.enabled():

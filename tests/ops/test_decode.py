@@ -46,14 +46,14 @@ def test_masks(name, seqlen_q, dtype, backend):
 
 
 def test_compiled_calls_run_on_the_decode_kernel():
-    """Compiled inference of 16 queries has the bits of the decode kernel, not those of training."""
-    query, key, value = (t.float() for t in random_qkv(1, 4, 4, 16, 2000, 64).values())
+    """Compiled inference of 16 queries is bitwise equal to eager inference, but not to training."""
+    query, key, value = random_qkv(1, 4, 4, 16, 2000, 64).values()
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         out = F.scaled_dot_product_attention(query, key, value)
         assert torch.equal(compiled(query, key, value), out)
     trained = F.scaled_dot_product_attention(query.requires_grad_(), key, value)
-    # Without vectors, both kernels sum in the same order.
+    # The generic kernels sum in the same order.
     assert not torch.equal(out, trained) or cpp.isa() == "generic"
 
 
@@ -93,7 +93,7 @@ def test_softcap_scale_and_single_head(dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_whose_scores_differ_in_magnitude(backend):
-    """Splits of a row are merged with the maximum of that row, not with that of the next one."""
+    """KV splits are merged with the maximum of their row, not with that of the next row."""
     tensors = random_qkv(1, 2, 2, 1, 1500, 16)
     tensors["query"][:, 1] *= 300.0
     check(tensors, None, torch.float32, backend)
@@ -101,6 +101,7 @@ def test_heads_whose_scores_differ_in_magnitude(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_that_of_the_reference(backend):
+    """Decoding drops the same weights as the eager reference."""
     mask = masks.padding([333, 100])
     check(random_qkv(2, 4, 2, 5, 333, 16), mask, torch.float32, backend, dropout_p=0.4)
 
@@ -108,19 +109,19 @@ def test_dropout_is_that_of_the_reference(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_invisible_nan_stays_where_it_is(dtype, backend):
-    tensors = random_qkv(2, 2, 2, 3, 400, 32)
-    for name in ("key", "value"):
-        tensors[name][0, :, 300:] = float("nan")
-        tensors[name][1, :, 7] = float("inf")
-    seen = torch.ones(2, 1, 3, 400, dtype=torch.bool)
-    seen[0, :, :, 300:] = False
-    seen[1, :, 1:, 7] = False
-    *x, seen = (t.to(device_of(backend)) for t in (*tensors.values(), seen))
-    x = [t.to(dtype) for t in x]
-    out = F.scaled_dot_product_attention(*x, seen, backend=backend)
+    """Non-finite keys and values affect only the outputs of queries that attend to them."""
+    tensors = random_qkv(2, 2, 2, 3, 400, 32).values()
+    query, key, value = (t.to(device_of(backend), dtype) for t in tensors)
+    for t in (key, value):
+        t[0, :, 300:] = float("nan")
+        t[1, :, 7] = float("inf")
+    visible = torch.ones(2, 1, 3, 400, dtype=torch.bool, device=query.device)
+    visible[0, :, :, 300:] = False
+    visible[1, :, 1:, 7] = False
+    out = F.scaled_dot_product_attention(query, key, value, visible, backend=backend)
     assert out[0].isfinite().all()
     assert not out[1, :, 0].isfinite().any()
-    if backend == "cpp":  # other backends compute the queries of a tile together
+    if backend == "cpp":  # other kernels compute 0 * inf if a query of the same tile attends
         assert out[1, :, 1:].isfinite().all()
 
 
@@ -138,10 +139,7 @@ def test_head_dims(dim, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 40])
 def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
-    """Multi-head latent attention is within the numerics contract.
-
-    The values are the first 512 of the 576 columns of the keys.
-    """
+    """Values that are the first 512 columns of the keys, as in multi-head latent attention."""
     tensors = random_qkv(2, 16, 1, seqlen_q, 300, 576)
     tensors["value"] = tensors["key"][..., :512]
     check(tensors, masks.causal(align="bottom_right"), dtype)
@@ -159,20 +157,20 @@ def test_values_that_are_a_part_of_the_keys(seqlen_q, dtype):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_that_share_keys_see_others(rows, kind, backend):
     """Results are correct if a tile is visible to only one head of a group, or to none."""
-    seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
-    seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
-    seen[1, :, :, 128:256] = True
+    visible = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
+    visible[:, 0, :, :256] = visible[:, 1, :, 192:448] = visible[:, 2, :, :128] = True
+    visible[1, :, :, 128:256] = True
     tensors = random_qkv(2, 4, 1, rows, 640, 32)
     for name in ("key", "value"):
         tensors[name][0, :, 448:] = tensors[name][1, :, 448:] = float("nan")
-    for mask in (seen, seen[:, :, :1]):
+    for mask in (visible, visible[:, :, :1]):
         check(tensors, kind(mask), torch.float32, backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("size", [3, 8, 48, 128], ids="pages of {}".format)
 def test_pages(size, isa, dtype, monkeypatch):
-    """Pages of any size are read in place, with the bits of a contiguous cache."""
+    """Pages of any size are read in place; results are bitwise equal to a contiguous cache's."""
     capacity, lengths = 384, torch.tensor([384, 0, 130, 29])
     used = torch.arange(capacity) < lengths.view(-1, 1, 1, 1)
     table = torch.randperm(4 * capacity // size).view(4, -1)
@@ -180,8 +178,7 @@ def test_pages(size, isa, dtype, monkeypatch):
     junk = table.masked_fill(spare, -(10**6)).int()
     options = {"cache_lengths": lengths, "return_lse": True}
     window = masks.sliding_window(40, align="bottom_right")
-    shapes = (2, 2, 1, 64, 64), (12, 1, 2, 64, 96), (2, 1, 4, 20, 5)
-    for heads, heads_kv, seqlen_q, *dims in shapes:
+    for heads, heads_kv, seqlen_q, *dims in (2, 2, 1, 64, 64), (12, 1, 2, 64, 96), (2, 1, 4, 20, 5):
         tensors = random_qkv(4, heads, heads_kv, seqlen_q, capacity, *dims).values()
         query, *caches = (t.to(dtype) for t in tensors)
         caches = [t.masked_fill(~used.mT, torch.nan) for t in caches]

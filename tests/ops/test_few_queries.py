@@ -1,13 +1,16 @@
-"""Outputs and gradients of the CPU kernels for few queries, which do not use query tiles."""
+"""Outputs and gradients of the CPU kernels for few queries, which use no query tiles."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from helpers import DTYPES, assert_like_eager, attention, drawn, random_qkv, short
 from mask_cases import MASKS, OTHER_MASKS
 
-from fused_attn import functional, masks
+from fused_attn import functional as F
+from fused_attn import masks
 from fused_attn.nn.weights import attention_with_weights
 
 
@@ -15,7 +18,7 @@ from fused_attn.nn.weights import attention_with_weights
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype, isa):
-    """Every mask is within the numerics contract, with a partial KV block and partial vectors."""
+    """Results are within the numerics contract if KV blocks and vectors are partial."""
     mask = MASKS[name](2, 4, 3, 149)
     tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
@@ -31,7 +34,7 @@ def test_sizes(seqlen_q, seqlen_k, dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_block_that_only_the_last_queries_leave(dtype, isa):
-    """Results are correct if a KV block is visible to the first 4 of 8 queries, but not to all."""
+    """Results are correct if the first 4 of 8 queries attend to an entire KV block."""
     tensors = random_qkv(1, 2, 2, 8, 190, 64)
     window = masks.sliding_window(121, 0, align="bottom_right")
     assert_like_eager(attention(window), tensors, dtype, "cpp")
@@ -55,26 +58,22 @@ def peaked(seqlen_q, num_heads_kv):
 
 
 def weighed(backend):
-    """Return function(query, key, value) that also returns the attention weights."""
-
-    def call(query, key, value):
-        return attention_with_weights(query, key, value, backend=backend)
-
-    return call
+    """Return function(query, key, value) that returns the output and the attention weights."""
+    return partial(attention_with_weights, backend=backend)
 
 
-# Each kernel that recomputes scores: of the few queries, of the bias gradient, of the weights.
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("seqlen_q", "num_heads_kv"), [(1, 1), (4, 1), (3, 4), (4, 4)])
 def test_one_key_has_all_the_weight(seqlen_q, num_heads_kv, dtype, isa):
     """Results are within the numerics contract if one key has nearly all the weight.
 
-    This requires a backward that recomputes scores with the same rounding as the forward.
+    The kernels for few queries, for the bias gradient and for the weights must then recompute
+    scores with the rounding of the forward.
     """
     tensors = peaked(seqlen_q, num_heads_kv)
     assert_like_eager(attention(enable_gqa=True), tensors, dtype, "cpp")
-    # With AMX, float32 weights are recomputed from scores of another rounding (2^-17 here). Calls
-    # as short as these run on AVX-512 there, unless AMX is selected by name.
+    # AMX rounds recomputed float32 scores differently (2^-17 here). On CPUs with AMX, calls as
+    # short as these run on AVX-512 by default.
     if not (isa.startswith("amx") and dtype == torch.float32):
         assert_like_eager(weighed, tensors, dtype, "cpp")
     tensors["bias"] = torch.randn(seqlen_q, 300, generator=drawn(1))
@@ -84,14 +83,14 @@ def test_one_key_has_all_the_weight(seqlen_q, num_heads_kv, dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_training_has_the_bits_of_inference(head_dim, dtype, isa):
-    """Out of few queries is bitwise identical with and without a backward."""
+    """The output for few queries is bitwise identical with and without gradients."""
     if "amx" in isa and dtype != torch.float64:
         pytest.skip("reason: with AMX, training uses query tiles")
     for seqlen_q in (1, 2, 4) if dtype == torch.bfloat16 else (1, 2, 4, 8):
         tensors = random_qkv(2, 4, 4, seqlen_q, 700, head_dim)
         q, k, v = (tensors[n].to(dtype) for n in ("query", "key", "value"))
-        out = functional.scaled_dot_product_attention(q, k, v)
-        trained = functional.scaled_dot_product_attention(q.requires_grad_(), k, v)
+        out = F.scaled_dot_product_attention(q, k, v)
+        trained = F.scaled_dot_product_attention(q.requires_grad_(), k, v)
         assert torch.equal(out, trained)
 
 
@@ -106,7 +105,7 @@ def test_masked_keys_may_be_nan(dtype, isa):
         with torch.no_grad():
             for x in leaves[1:]:
                 x[:, :, 150:] = junk
-        out = functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
         results.append((out, *torch.autograd.grad(out.sum(), [*leaves, bias])))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty)

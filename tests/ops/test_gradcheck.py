@@ -1,7 +1,6 @@
-"""gradcheck and gradgradcheck in float64; the kernels compute the first-order gradients.
+"""First- and second-order gradients, checked by torch's gradcheck and gradgradcheck in float64.
 
-For backends without float64, other files test first-order gradients, and the end of this file
-tests second-order gradients.
+The last two tests check second-order gradients of backends without float64.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def finite(lse):
     ("name", "fast"),
     [
         (None, True),
-        # A full check of the second order takes half a minute per mask; fast mode checks random
-        # projections.
+        # A full second-order check takes half a minute. Fast mode checks random projections.
         pytest.param(None, False, marks=pytest.mark.thorough),
         *((name, True) for name in ("causal", "ragged", "dense", "alibi", "bias_with_inf")),
     ],
@@ -71,12 +69,8 @@ def test_attention(name, fast, options, backend):
 def test_norm(rms, residual, dropout_p, backend):
     def run(input, weight, *rest):
         torch.manual_seed(2)
-        options = {
-            "dropout_p": dropout_p,
-            "residual": rest[0].transpose(0, 1) if residual else None,
-            "return_residual": True,
-            "backend": backend,
-        }
+        options = {"dropout_p": dropout_p, "return_residual": True, "backend": backend}
+        options["residual"] = rest[0].transpose(0, 1) if residual else None
         if rms:
             return F.rms_norm(input[:, 1:], 6, weight, 1e-6, **options)
         return F.layer_norm(input[:, 1:], 6, weight, rest[-1], **options)
@@ -88,7 +82,7 @@ def test_norm(rms, residual, dropout_p, backend):
 
 @pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, None])  # None: also small calls
 def test_layer_norm_with_a_bias_alone(backend):
-    """torch (2.13) has no second derivatives of a layer norm without weight."""
+    """A layer norm with bias but without weight has second derivatives, unlike in torch 2.13."""
 
     def run(input, bias):
         return F.layer_norm(input, 6, None, bias, backend=backend)
@@ -98,14 +92,15 @@ def test_layer_norm_with_a_bias_alone(backend):
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_some_inputs_without_gradient(backend):
-    query, key, value = leaves((1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4, 3))
+    """Second-order gradients exist if query, key or value does not require grad."""
     for frozen in range(3):
-        inputs = [t.detach().requires_grad_(i != frozen) for i, t in enumerate((query, key, value))]
+        inputs = leaves(*[(1, 1, 4, 3)] * 3)
+        inputs[frozen].requires_grad_(False)
         loss = F.scaled_dot_product_attention(*inputs, backend=backend).square().sum()
         wanted = [t for t in inputs if t.requires_grad]
         first = torch.autograd.grad(loss, wanted, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
-        assert all(torch.isfinite(g).all() for g in second)
+        assert all(g.isfinite().all() for g in second)
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
@@ -138,7 +133,7 @@ def gradients_of(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_of_attention(dropout_p, backend):
-    """Second-order gradients are within the contract, with the dropout mask of the forward."""
+    """Second-order gradients are within the numerics contract, with and without dropout."""
     tensors = random_qkv(2, 4, 2, 20, 50, 16)
     tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
     function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)

@@ -63,7 +63,7 @@ def direct(spec: MaskSpec = NO_MASK, query: torch.Tensor | None = None) -> torch
     ],
 )
 def test_rules_of_tables(field, table, message):
-    """The binding itself refuses mask tables that would make a kernel read out of bounds."""
+    """The C++ module refuses mask tables with which a kernel would read out of bounds."""
     with pytest.raises(ValueError, match=message):
         direct(MaskSpec(**{field: table}))
 
@@ -103,7 +103,7 @@ def test_tensors_that_another_thread_replaces():
 
 
 def test_packed_masks_are_no_decoding_step():
-    """A mask of two sequences does not make a step write to the cache of a second one."""
+    """A decoding step whose mask describes packed sequences is refused before it writes a cache."""
     cache, new = torch.zeros(2, 1, 5, 4), torch.ones(2, 1, 1, 4)
     mask = MaskSpec(
         cu_seqlens_q=ints(0, 0, 1), cu_seqlens_k=ints(0, 0, 5), max_seqlen_q=1, max_seqlen_k=5

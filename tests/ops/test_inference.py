@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
-    ISAS,
-    assert_contract,
-    assert_outputs_like_eager,
-    attention,
-    random_qkv,
-    short,
-)
+from helpers import ISAS, assert_contract, assert_outputs_like_eager, attention, random_qkv, short
 from mask_cases import MASKS, OTHER_MASKS
 
 from fused_attn import functional as F
@@ -38,6 +31,7 @@ def without_lse(mask=None, **options):
 
 
 def check(tensors, dtype, mask=None, **options):
+    """Assert that results with and without lse are within the numerics contract."""
     for function in (without_lse, attention):
         assert_outputs_like_eager(function(mask, **options), tensors, dtype, "cpp")
 
@@ -68,7 +62,7 @@ def test_head_dims(dtype, head_dim, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_a_maximum_that_rises(dtype, isa):
-    """Results are correct if later KV blocks raise the row maximum."""
+    """Results are within the numerics contract if each KV block raises the row maximum."""
     tensors = random_qkv(1, 2, 2, 64, 400, 32)
     tensors["key"] *= torch.arange(400)[:, None] // 64 * 8.0
     check(tensors, dtype)
@@ -113,33 +107,27 @@ def test_powers_of_2(name, isa):
         pytest.skip("reason: AMX treats bfloat16 subnormals as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
     for tensor, powers in POWERS[name].items():
-        powers = torch.as_tensor(powers, dtype=torch.float64)
-        powers = powers[:, None] if powers.dim() else powers
+        powers = torch.as_tensor(powers, dtype=torch.float64).view(-1, 1)
         tensors[tensor] = (tensors[tensor].double() * 2.0**powers).float()
-    function = without_lse()
-    inputs = [tensors[n] for n in ("query", "key", "value")]
-    truth = function("eager")(*(t.double() for t in inputs))[0]
-    eager, got = (function(backend)(*inputs)[0] for backend in ("eager", "cpp"))
+    inputs = [*tensors.values()]
+    truth = without_lse()("eager")(*(t.double() for t in inputs))[0]
+    eager, got = (without_lse()(backend)(*inputs)[0] for backend in ("eager", "cpp"))
     # Check the queries of each power separately, because large errors would hide small ones.
-    for i in range(9 if name == "queries" else 1):
-        some = slice(i, None, 9 if name == "queries" else 1)
+    period = 9 if name == "queries" else 1
+    for i in range(period):
+        some = slice(i, None, period)
         assert_contract("out", got[:, :, some], truth[:, :, some], eager[:, :, some])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 3e38, 1e-30])
 def test_fully_masked_keys_do_not_matter(hidden, dtype, isa):
-    """Results are correct if fully masked keys and values are NaN, very large or very small."""
-    tensors = random_qkv(2, 2, 2, 70, 139, 32)
-    inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
+    """Fully masked keys and values affect no output, even if they are NaN, huge or tiny."""
+    query, *rest = (t.to(dtype) for t in random_qkv(2, 2, 2, 70, 139, 32).values())
     hide = (torch.arange(139) >= torch.tensor([[75], [139]]))[:, None, :, None]
     hidden = hidden if hidden == float("inf") else min(hidden, torch.finfo(dtype).max)
-    dirty = [inputs[0], *(t.masked_fill(hide, hidden) for t in inputs[1:])]
-    clean = [inputs[0], *(t.masked_fill(hide, 0.0) for t in inputs[1:])]
-    for mask in (
-        masks.padding([75, 139]),
-        masks.dense(~hide.transpose(2, 3).expand(2, 1, 70, 139)),
-    ):
+    dirty, clean = ([query, *(t.masked_fill(hide, x) for t in rest)] for x in (hidden, 0.0))
+    for mask in (masks.padding([75, 139]), masks.dense(~hide.mT.expand(2, 1, 70, 139))):
         got = F.scaled_dot_product_attention(*dirty, mask)
         truth = without_lse(mask)("eager")(*(t.double() for t in clean))[0]
         assert_contract("out", got, truth, without_lse(mask)("eager")(*clean)[0])
@@ -161,11 +149,10 @@ def test_an_infinite_value_reaches_the_queries_that_attend_to_it(dtype, isa):
 def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
     """A visible NaN of either sign reaches the output; on x86, 0 * inf is a negative NaN."""
     tensors = {n: t.to(dtype) for n, t in random_qkv(1, 1, 1, 70, 139, 32).items()}
-    element = tensors[name][0, 0, row, 3:4]
-    element.copy_(torch.tensor(float("nan")))
+    element = tensors[name][0, 0, row, 3:4].fill_(float("nan"))
     bits = element.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    bits.copy_(bits & (torch.iinfo(bits.dtype).max if sign > 0 else -1))
-    bits.copy_(bits if sign > 0 else bits | torch.iinfo(bits.dtype).min)
+    sign_bit = torch.iinfo(bits.dtype).min
+    bits.copy_(bits & ~sign_bit if sign > 0 else bits | sign_bit)
     for function in (without_lse(), attention()):
         nan = function("cpp")(*tensors.values())[0][0, 0].isnan()
         assert nan[row if name == "query" else slice(None)].all()

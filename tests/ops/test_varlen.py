@@ -44,17 +44,18 @@ def packed(lengths_q, lengths_k, heads=4, heads_kv=2, dim=24, dim_v=40):
 
 
 def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
-    """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
+    """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`.
+
+    Calls have a mask or a bias, not both.
+    """
     longest = (max(lengths_q), max(lengths_k)) if longest is None else longest
 
     def of(backend):
         def call(query, key, value, bias=None):
             where = (cu_seqlens(n).to(query.device) for n in (lengths_q, lengths_k))
-            whole = None if mask is None else mask.to(query.device)
-            if bias is not None:
-                whole = masks.bias(bias) if whole is None else whole & masks.bias(bias)
+            attn_mask = bias if mask is None else mask.to(query.device)
             return varlen_attention(
-                query, key, value, *where, *longest, whole, return_lse=True, backend=backend,
+                query, key, value, *where, *longest, attn_mask, return_lse=True, backend=backend,
                 **options,
             )  # fmt: skip
 
@@ -66,8 +67,7 @@ def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
 def padded(packed, lengths):
     """Return packed rows as (batch, heads, longest, dim), padded with NaN."""
     parts = packed.split(list(lengths))
-    whole = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=torch.nan)
-    return whole.transpose(1, 2)
+    return torch.nn.utils.rnn.pad_sequence(parts, True, torch.nan).transpose(1, 2)
 
 
 @OTHER_MASKS
@@ -97,20 +97,16 @@ def test_is_the_padded_batch(options, backend):
     torch.manual_seed(0)
     out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(query, key, value)
     torch.manual_seed(0)
-    expected = F.scaled_dot_product_attention(
+    whole = F.scaled_dot_product_attention(
         padded(query, LENGTHS_Q), padded(key, LENGTHS_K), padded(value, LENGTHS_K),
         masks.padding(LENGTHS_K, LENGTHS_Q),
         enable_gqa=True, return_lse=True, backend=backend, **options,
     )  # fmt: skip
-    for b, (part, part_lse) in enumerate(
-        zip(out.split(LENGTHS_Q), lse.split(LENGTHS_Q, 1), strict=True)
-    ):
-        rows = LENGTHS_Q[b]
-        torch.testing.assert_close(part, expected[0][b, :, :rows].transpose(0, 1), rtol=0, atol=0)
-        torch.testing.assert_close(part_lse, expected[1][b, :, :rows], rtol=0, atol=0)
-    own = torch.autograd.grad(out.sum(), (query, key, value))
-    for a, b in zip(own, torch.autograd.grad(expected[0].sum(), (query, key, value)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    rows = (torch.arange(max(LENGTHS_Q)) < torch.tensor(LENGTHS_Q)[:, None]).to(out.device)
+    expected, expected_lse = (t.transpose(1, 2)[rows] for t in whole)
+    got = out, lse.mT, *torch.autograd.grad(out.sum(), (query, key, value))
+    want = expected, expected_lse, *torch.autograd.grad(whole[0].sum(), (query, key, value))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +128,7 @@ def test_isas(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("mask", [None, masks.causal(align="bottom_right")], ids=["none", "causal"])
 def test_decode(mask, dtype, backend):
-    """Decoding of packed sequences is within the numerics contract; lengths may differ or be 0."""
+    """Decoding is within the numerics contract if lengths of packed sequences differ or are 0."""
     lengths_q, lengths_k = (1, 3, 0, 2, 5), (700, 300, 50, 0, 7)
     tensors = packed(lengths_q, lengths_k, heads=8)
     assert_outputs_like_eager(varlen(lengths_q, lengths_k, mask), tensors, dtype, backend)
@@ -146,9 +142,8 @@ def small_call(backend):
     def call(query, key, value):
         return varlen_attention(query, key, value, *where, is_causal=True, backend=backend)
 
-    return call, leaves_of(
-        packed((3, 2), (4, 5), 2, 1, 4, 4).values(), most_exact(backend), backend
-    )
+    tensors = packed((3, 2), (4, 5), 2, 1, 4, 4).values()
+    return call, leaves_of(tensors, most_exact(backend), backend)
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
@@ -165,14 +160,15 @@ def test_compile(backend):
     torch.testing.assert_close(compiled(*leaves), call(*leaves))
 
 
-def packed_of(mask):
-    """Return the packed form that a mask has cached."""
-    (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key[:2] == ("spec", False))
-    return kept
+def cached_spec(mask):
+    """Return the MaskSpec for packed sequences that a mask has cached."""
+    (spec,) = (entry.value for (key, *_), entry in mask.memo.items() if key[:2] == ("spec", False))
+    return spec
 
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_a_mask_keeps_what_is_derived(backend):
+    """The MaskSpec of a mask is cached, and recomputed if cu_seqlens change in place."""
     there = device_of(backend)
     tensors = [t.to(there) for t in packed((30, 50), (30, 50)).values()]
     where = [cu_seqlens((30, 50)).to(there) for _ in "qk"]
@@ -182,26 +178,27 @@ def test_a_mask_keeps_what_is_derived(backend):
         return varlen_attention(*tensors, *where, 60, 60, mask, backend=backend)
 
     first = run(mask)
-    kept = packed_of(mask)
+    spec = cached_spec(mask)
     assert torch.equal(run(mask), first)
-    assert packed_of(mask) is kept
-    where[0][1] = where[1][1] = 25  # change cu_seqlens in place
+    assert cached_spec(mask) is spec
+    where[0][1] = where[1][1] = 25
     assert torch.equal(run(mask), run(masks.dense(mask.tensors()[0])))
-    assert packed_of(mask) is not kept
+    assert cached_spec(mask) is not spec
 
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_nothing_is_differentiable(backend):
+    """A batch whose sequences are all empty has an empty gradient."""
     empty = torch.zeros(0, 2, 8, device=device_of(backend), requires_grad=True)
-    where = (torch.zeros(2, dtype=torch.int64, device=device_of(backend)),) * 2
-    varlen_attention(empty, empty, empty, *where, 0, 0, backend=backend).sum().backward()
+    ends = cu_seqlens([0]).to(empty.device)
+    varlen_attention(empty, empty, empty, ends, ends, 0, 0, backend=backend).sum().backward()
     assert empty.grad is not None
 
 
 def test_nothing_at_all():
-    empty = torch.zeros(0, 2, 8)
-    out = varlen_attention(empty, empty, empty, *(torch.zeros(1, dtype=torch.int32),) * 2, 0, 0)
-    assert out.shape == (0, 2, 8)
+    """A batch without sequences has an empty output."""
+    empty, ends = torch.zeros(0, 2, 8), cu_seqlens([])
+    assert varlen_attention(empty, empty, empty, ends, ends, 0, 0).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ def peak():
 
 def step(case, seqlen):
     x = [torch.randn(1, 2, seqlen, 64, requires_grad=True) for _ in range(3)]
-    options = {}
-    mask = None
+    mask, options = None, {}
     if case == "masked":
         ids = torch.arange(seqlen) // 1000
         mask = masks.documents(ids) & masks.causal() & masks.alibi(torch.tensor([0.5, 0.25]))
@@ -35,7 +34,7 @@ def peaks(case):
         yield peak() - before
 
 for case in ("plain", "masked", "bias"):
-    if os.fork() == 0:  # each child has a peak of its own
+    if os.fork() == 0:  # so that each case has its own peak
         print(json.dumps(list(peaks(case))), flush=True)
         os._exit(0)
     os.wait()

@@ -1,7 +1,8 @@
-"""Partial results (AttentionOptions.partial) are the usual results before rounding."""
+"""Partial results (AttentionOptions.partial) are the ordinary results before rounding."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -44,7 +45,7 @@ def problem(backend, dtype, shape, dropout_p=0.0):
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
-    """Assert that partial results round to the usual results, with rounding error out_residual."""
+    """Assert that partial results round to ordinary results, with rounding error out_residual."""
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, shape, dropout_p)
     partial = with_options(call, partial=True)
@@ -66,7 +67,7 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
         # errors of float16 subnormals are much larger, so they are excluded.
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
-    # Without it, atomic additions may differ between two runs on a GPU.
+    # Atomic additions on a GPU would make two runs differ.
     with deterministic(part.out.is_cuda):
         grads = kernels.attention_bwd(AttentionBackward(call, whole, grad_out, None, False))
         parts = kernels.attention_bwd(AttentionBackward(partial, whole, grad_out, None, False))
@@ -113,8 +114,9 @@ def test_partial_results_on_each_instruction_set(isa, dtype):
 
 @pytest.mark.parametrize("name", ["sdpa", "flex", "flash"])
 def test_backends_without_partial_results_say_so(name):
+    """Backends without partial results name them as the reason why they refuse a call."""
     call, _ = problem("cpp", torch.float32, SHAPES["training"])
-    # flash refuses tensors on the CPU before it checks anything else.
+    # The check for the CPU, which precedes all others of flash, is skipped.
     reasons_of = flash_refusals if name == "flash" else get_backend(name).unsupported
     for partial in (True, False):
         reasons = reasons_of(problem_of(with_options(call, partial=partial)))
@@ -125,18 +127,15 @@ def test_backends_without_partial_results_say_so(name):
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [
-        ((67, 93), torch.float32),
-        ((67, 93), torch.bfloat16),
-        ((1, 93), torch.float32),
-        ((1, 93), torch.bfloat16),
-        ((67, 1), torch.float32),  # in 16 bits, these sums over the keys cancel
+        *itertools.product([(67, 93), (1, 93)], [torch.float32, torch.bfloat16]),
+        ((67, 1), torch.float32),  # not in 16 bits, where these sums over the keys cancel
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
-    """Bias gradients over parts of the keys combine to the gradient over all keys.
+    """Bias gradients of parts of the keys add up to the bias gradient of all keys.
 
-    Within a part, the rows of dS do not sum to the gradient of lse.
+    Unlike with all keys, the rows of dS of one part do not sum to the gradient of lse.
     """
     kernels = get_backend(backend)
     call, grad_out = problem(backend, dtype, SHAPES["training"])
@@ -145,29 +144,29 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     merged = MergedOutputs(call.query, call.value)
     parts = []
     for keys in (slice(0, 40), slice(40, 93)):
-        own = bias if sizes[1] == 1 else bias[..., keys].contiguous()
+        part_bias = bias if sizes[1] == 1 else bias[..., keys].contiguous()
         part = replace(
             with_options(call, partial=True),
             key=call.key[:, :, keys], value=call.value[:, :, keys],
-            mask=with_summaries(MaskSpec(bias=own), kernels.tile_summary),
+            mask=with_summaries(MaskSpec(bias=part_bias), kernels.tile_summary),
         )  # fmt: skip
         parts.append(part)
         merged.add(kernels.attention_fwd(part, True, True), slice(None))
     outputs = merged.finish(dtype).without_none()
     grad_lse = torch.randn(outputs.lse.shape, generator=drawn(5)).to(bias.device)
-    given = [AttentionBackward(p, outputs, grad_out, grad_lse, True) for p in parts]
-    grads = [kernels.attention_bwd(own).bias for own in given]
+    backwards = (AttentionBackward(part, outputs, grad_out, grad_lse, True) for part in parts)
+    grads = [kernels.attention_bwd(backward).bias for backward in backwards]
     assert all(grad.dtype == torch.float32 for grad in grads)
     got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
 
-    def eager(own):
+    def eager(dtype):
         """Return the bias gradient of eager attention with operands in a dtype."""
-        wide = own if own.itemsize > 2 else torch.float32
+        wide = torch.promote_types(dtype, torch.float32)
         leaf = bias.to(wide).cpu().requires_grad_()
-        tensors = {n: getattr(call, n).to("cpu", own) for n in ("query", "key", "value")}
+        tensors = {n: getattr(call, n).to("cpu", dtype) for n in ("query", "key", "value")}
         outputs = reference.attention(replace(call, mask=MaskSpec(bias=leaf), **tensors))
-        given = grad_out.to("cpu", own), grad_lse.to("cpu", wide)
-        return {"grad_bias": torch.autograd.grad(outputs, leaf, given)[0]}
+        output_grads = grad_out.to("cpu", dtype), grad_lse.to("cpu", wide)
+        return {"grad_bias": torch.autograd.grad(outputs, leaf, output_grads)[0]}
 
-    for finding in Reference(eager, dtype).findings({"grad_bias": got.cpu()}):
-        assert finding.ok, str(finding)
+    (finding,) = Reference(eager, dtype).findings({"grad_bias": got.cpu()})
+    assert finding.ok, str(finding)

@@ -17,14 +17,11 @@ if COMPILER is None or platform.machine() not in ("x86_64", "AMD64"):
 
 SOURCE = """
 #include "cpu/kernels/peak.h"
-extern "C" const int chains = fused_attn::kPeakChains;
-extern "C" double spin(int64_t rounds) { return fused_attn::spin_multiply_add(rounds); }
+extern "C" const int chains = fused_attn::{chains};
+extern "C" double spin(int64_t rounds) {{ return fused_attn::{loop}(rounds); }}
 """
-PAIRS = """
-#include "cpu/kernels/peak.h"
-extern "C" const int chains = fused_attn::kPairChains;
-extern "C" double spin(int64_t rounds) { return fused_attn::spin_pairs(rounds); }
-"""
+MULTIPLY_ADD = SOURCE.format(chains="kPeakChains", loop="spin_multiply_add")
+PAIRS = SOURCE.format(chains="kPairChains", loop="spin_pairs")
 
 
 def compiler_flags(isa: str) -> list[str]:
@@ -42,15 +39,16 @@ def compiler_flags(isa: str) -> list[str]:
 @pytest.mark.parametrize(
     ("cpu", "source", "instruction"),
     [
-        ("generic", SOURCE, "mulps"),
-        ("avx2", SOURCE, "vfmadd"),
-        ("avx512", SOURCE, "vfmadd"),
+        ("generic", MULTIPLY_ADD, "mulps"),
+        ("avx2", MULTIPLY_ADD, "vfmadd"),
+        ("avx512", MULTIPLY_ADD, "vfmadd"),
         ("avx512_bf16", PAIRS, "vdpbf16ps"),
     ],
 )
 def test_all_chains_are_in_the_loop(
     cpu: str, source: str, instruction: str, tmp_path: Path
 ) -> None:
+    """One innermost loop contains an instruction per dependency chain."""
     path = tmp_path / "peak.cpp"
     path.write_text(source)
     command = [str(COMPILER), "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-exceptions", "-w"]
@@ -58,8 +56,7 @@ def test_all_chains_are_in_the_loop(
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
     at = lines.index("chains:")
     (chains,) = re.findall(r"\.long\s+(\d+)", lines[at + 1])
-    loops = innermost_loops(lines)
-    counts = [sum(line.startswith(instruction) for line in body) for body in loops]
+    counts = [sum(i.startswith(instruction) for i in body) for body in innermost_loops(lines)]
     assert max(counts) == int(chains), f"{cpu}: {counts}"
 
 

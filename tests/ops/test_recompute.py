@@ -12,7 +12,7 @@ from fused_attn import functional as F
 
 def attention(x, weight, **kwargs):
     heads = x.view(2, 24, 4, 16).transpose(1, 2)
-    query, key = heads.sin(), heads.cos()  # may be recomputed under a budget
+    query, key = heads.sin(), heads.cos()  # recomputed if the budget is small
     return F.scaled_dot_product_attention(query, key, heads * weight, dropout_p=0.5, **kwargs)
 
 
@@ -39,34 +39,28 @@ def rms_norm(x, weight):
     return F.rms_norm(x.view(-1, 16).sin(), 16, weight, dropout_p=0.5)
 
 
-def assert_backward_drops_the_same(function):
-    """Check <out, grad_out> = <weight, grad_weight> for a function that is linear in weight."""
+def check_compiled(function, budget, backend):
+    """Assert that forward and backward of a compiled function drop the same weights.
+
+    The function is linear in `weight`, so <out, grad_out> = <weight, grad_weight> in that case.
+    """
+    torch._dynamo.reset()
     torch.manual_seed(1)
     x, weight = (torch.randn(n).double().requires_grad_() for n in (2 * 24 * 64, 16))
-    out = function(x, weight)
-    grad_out = torch.randn_like(out)
-    out.backward(grad_out)
+    with config.patch(activation_memory_budget=budget):
+        out = torch.compile(function, backend=backend, fullgraph=True)(x, weight)
+        grad_out = torch.randn_like(out)
+        out.backward(grad_out)
     by_out, by_weight = (out * grad_out).sum(), (weight * weight.grad).sum()
     assert by_out.abs() > 0.1
     torch.testing.assert_close(by_weight, by_out)
 
 
-def check_compiled(function, budget, backend):
-    torch._dynamo.reset()
-    with config.patch(activation_memory_budget=budget):
-        assert_backward_drops_the_same(torch.compile(function, backend=backend, fullgraph=True))
-
-
-# A budget with which each function once failed; test_all_budgets covers more budgets.
-FAILED_AT = [
-    (attention_twice, 0.0),
-    (varlen, 0.7),
-    (layer_norm, 0.0),
-    (rms_norm, 0.9),
-]
-
-
-@pytest.mark.parametrize(("function", "budget"), FAILED_AT)
+# For each function, a budget at which it once failed. test_all_budgets covers more budgets.
+@pytest.mark.parametrize(
+    ("function", "budget"),
+    [(attention_twice, 0.0), (varlen, 0.7), (layer_norm, 0.0), (rms_norm, 0.9)],
+)
 def test_budget(function, budget):
     check_compiled(function, budget, "aot_eager")
 

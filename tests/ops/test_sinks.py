@@ -6,14 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    BACKENDS,
-    DTYPES,
-    assert_like_eager,
-    drawn,
-    random_qkv,
-    short,
-)
+from helpers import BACKENDS, DTYPES, assert_like_eager, drawn, random_qkv, short
 
 import fused_attn
 from fused_attn import functional as F
@@ -25,13 +18,12 @@ SINKS = torch.randn(4, generator=drawn(7))
 
 
 def visible_under(mask, seqlen_q, seqlen_k):
-    spec = spec_of_mask(mask, 2, 4, seqlen_q, seqlen_k, torch.device("cpu"))
-    sizes = 2, 4, seqlen_q, seqlen_k
-    return materialize(spec, *sizes, torch.device("cpu"), torch.float32)[0]
+    sizes, cpu = (2, 4, seqlen_q, seqlen_k), torch.device("cpu")
+    return materialize(spec_of_mask(mask, *sizes, cpu), *sizes, cpu, torch.float32)[0]
 
 
 def softmax_with_a_column(query, key, value, sinks, visible):
-    """Compute out and lse in plain torch operations, with the sink as one more key with value 0."""
+    """Return out and lse of attention with one more key, whose score is the sink and value is 0."""
     key, value = (t.repeat_interleave(2, 1) for t in (key, value))
     scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
     column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
@@ -70,11 +62,9 @@ def test_without_a_gradient():
     tensors, mask = list(random_qkv(2, 4, 2, 5, 7, 16).values()), masks.padding([7, 0])
     call = partial(F.scaled_dot_product_attention, *tensors, mask, enable_gqa=True)
     want = softmax_with_a_column(*tensors, SINKS, visible_under(mask, 5, 7))
-    for got, expected in zip(call(sinks=SINKS, return_lse=True), want, strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(call(sinks=SINKS, return_lse=True), want)
     none = torch.full((4,), float("-inf"))
-    for got, expected in zip(call(sinks=none, return_lse=True), call(return_lse=True), strict=True):
-        assert torch.equal(got, expected)
+    assert all(map(torch.equal, call(sinks=none, return_lse=True), call(return_lse=True)))
 
 
 def test_packed_and_decoding():
@@ -95,28 +85,26 @@ def test_packed_and_decoding():
     torch.testing.assert_close(out[9:], want[1, :, :4].transpose(0, 1))
 
     for cache_lengths in ([8, 8], torch.tensor([8, 3])):
-        least = [int(n) for n in cache_lengths]
-        new = [torch.stack([t[b, :, n : n + 1] for b, n in enumerate(least)]) for t in (key, value)]
-        at = torch.stack([query[b, :, n : n + 1] for b, n in enumerate(least)])
+        batch = torch.arange(2), slice(None), torch.as_tensor(cache_lengths)
+        new_query, new_key, new_value = (t[batch][:, :, None] for t in (query, key, value))
         out = fused_attn.decode_attention(
-            at, key.clone(), value.clone(), cache_lengths=cache_lengths, key=new[0], value=new[1],
-            sinks=SINKS,
+            new_query, key.clone(), value.clone(), cache_lengths=cache_lengths,
+            key=new_key, value=new_value, sinks=SINKS,
         )  # fmt: skip
-        for b, n in enumerate(least):
-            if b == 0 or n == 3:
+        for b, n in ((0, 8), (1, 3)):
+            if cache_lengths[b] == n:  # the second sequence of `want` has 4 positions
                 torch.testing.assert_close(out[b, :, 0], want[b, :, n])
 
 
 def test_compiled():
-    query, key, value = (t.requires_grad_() for t in random_qkv(2, 4, 2, 9, 9, 16).values())
-    sinks = SINKS.clone().requires_grad_()
+    """Compiled results and gradients equal those of eager calls."""
+    tensors = [t.requires_grad_() for t in (*random_qkv(2, 4, 2, 9, 9, 16).values(), SINKS.clone())]
 
     def step(query, key, value, sinks):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, sinks=sinks
         )
 
-    tensors = query, key, value, sinks
     out, want = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors), step(*tensors)
     torch.testing.assert_close(out, want)
     pairs = (torch.autograd.grad(t.square().sum(), tensors) for t in (out, want))
@@ -124,20 +112,20 @@ def test_compiled():
 
 
 def test_second_order():
-    tensors = [t.double().requires_grad_() for t in random_qkv(1, 2, 2, 3, 4, 5).values()]
-    sinks = SINKS[:2].double().requires_grad_()
+    tensors = *random_qkv(1, 2, 2, 3, 4, 5).values(), SINKS[:2]
+    leaves = [t.double().requires_grad_() for t in tensors]
 
     def function(query, key, value, sinks):
         return F.scaled_dot_product_attention(query, key, value, sinks=sinks, return_lse=True)
 
-    assert torch.autograd.gradcheck(function, (*tensors, sinks))
-    assert torch.autograd.gradgradcheck(function, (*tensors, sinks))
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sink", [0.5, 100.0, -1000.0, float("-inf")])
 def test_second_derivatives_are_finite(sink, dtype):
-    """Also far from lse, and if another row has no visible key."""
+    """Second derivatives are finite for extreme sinks, even if another row has no visible key."""
     query = torch.randn(1, 2, 4, 8, dtype=dtype, requires_grad=True)
     sinks = torch.full((2,), sink, dtype=dtype, requires_grad=True)
     mask = masks.padding([4], [3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -83,23 +84,35 @@ class Case:
 
 
 def check(seed: int) -> None:
+    """Assert that out and lse of a batch, a part of it and each sequence are bitwise identical."""
     case = Case(seed)
-    sequences = list(range(len(case.lengths)))
-    batch = case.decode(sequences, 1)
-    for name, one, two in zip(("out", "lse"), batch, case.decode(sequences, 2), strict=True):
-        assert torch.equal(one, two), f"{name} of 2 threads: {case}"
-    some = sequences[:: 2 if len(sequences) > 3 else 1]
-    for name, whole, part in zip(("out", "lse"), batch, case.decode(some, 2), strict=True):
-        assert torch.equal(whole[some], part), f"{name} of a part of the batch: {case}"
-    for b in sequences:
-        for name, whole, alone in zip(("out", "lse"), batch, case.decode([b], 1), strict=True):
-            assert torch.equal(whole[b : b + 1], alone), f"{name} of sequence {b}: {case}"
+    every = list(range(len(case.lengths)))
+    batch = case.decode(every, 1)
+    some = every[:: 2 if len(every) > 3 else 1]
+    for sequences, threads in [(every, 2), (some, 2), *(([b], 1) for b in every)]:
+        part = case.decode(sequences, threads)
+        for name, one, other in zip(("out", "lse"), batch, part, strict=True):
+            assert torch.equal(one[sequences], other), f"{name} of {sequences}: {case}"
 
 
 @pytest.mark.parametrize("first", range(0, 30, 5))
 def test_decoding(first, isa):
     for seed in range(first, first + 5):
         check(seed)
+
+
+def results(call: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
+    """Return outputs without and with gradients, and gradients, of call(query, key, value).
+
+    Args:
+        tensors: query, key, value and the output gradient.
+    """
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+    out = call(*leaves)
+    with torch.no_grad():
+        inferred = call(*leaves)
+    grads = torch.autograd.grad(out, leaves, tensors[3])
+    return dict(zip(("no_grad", "out", "dQ", "dK", "dV"), (inferred, out, *grads), strict=True))
 
 
 def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
@@ -112,20 +125,14 @@ def check_prefill(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
     rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     tensors[3] *= rows[:, None, :, None]  # padded rows have no gradient
 
-    def results(mask: masks.Mask, *given: Tensor) -> list[Tensor]:
-        leaves = [t.clone().requires_grad_() for t in given[:3]]
-        out = fused_attn.scaled_dot_product_attention(*leaves, mask, backend="cpp")
-        with torch.no_grad():
-            inferred = fused_attn.scaled_dot_product_attention(*leaves, mask, backend="cpp")
-        return [inferred, out.detach(), *torch.autograd.grad(out, leaves, given[3])]
-
-    whole = results(masks.causal() & masks.padding(torch.tensor(lengths)), *tensors)
+    attend = partial(fused_attn.scaled_dot_product_attention, backend="cpp")
+    mask = masks.causal() & masks.padding(torch.tensor(lengths))
+    batch = results(partial(attend, attn_mask=mask), *tensors)
     for b, length in enumerate(lengths):
-        alone = results(masks.causal(), *(t[b : b + 1, :, :length] for t in tensors))
-        for name, one, other in zip(
-            ("no_grad", "out", "dQ", "dK", "dV"), whole, alone, strict=True
-        ):
-            assert torch.equal(one[b : b + 1, :, :length], other), f"{name} of {b}: {lengths}"
+        rows = slice(b, b + 1), slice(None), slice(length)
+        alone = results(partial(attend, attn_mask=masks.causal()), *(t[rows] for t in tensors))
+        for name in batch:
+            assert torch.equal(batch[name][rows], alone[name]), f"{name} of {b}: {lengths}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -142,31 +149,24 @@ def check_packed(lengths_q: list[int], lengths_k: list[int], dim: int, dtype: to
     rows = [sum(lengths_q), sum(lengths_k), sum(lengths_k), sum(lengths_q)]
     tensors = [torch.randn(n, 8, dim, generator=drawn(i)).to(dtype) for i, n in enumerate(rows)]
 
-    def results(first: int, last: int) -> list[Tensor]:
+    def run(first: int, last: int) -> dict[str, Tensor]:
         """Return the results of sequences [first, last)."""
         own_q, own_k = (ends[first : last + 1] for ends in (ends_q, ends_k))
-        of_q, of_k = (slice(int(ends[0]), int(ends[-1])) for ends in (own_q, own_k))
-        query, key, value, grad = (
-            x[of] for x, of in zip(tensors, (of_q, of_k, of_k, of_q), strict=True)
-        )
-        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        longest = max(lengths_q[first:last]), max(lengths_k[first:last])
-        call = partial(
-            fused_attn.varlen_attention, *leaves, own_q - own_q[0], own_k - own_k[0], *longest,
+        rows = (slice(int(own[0]), int(own[-1])) for own in (own_q, own_k, own_k, own_q))
+        attend = partial(
+            fused_attn.varlen_attention,
+            cu_seqlens_q=own_q - own_q[0], cu_seqlens_k=own_k - own_k[0],
+            max_seqlen_q=max(lengths_q[first:last]), max_seqlen_k=max(lengths_k[first:last]),
             attn_mask=masks.causal("bottom_right"), backend="cpp",
         )  # fmt: skip
-        out = call()
-        with torch.no_grad():
-            inferred = call()
-        return [inferred, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return results(attend, *(x[of] for x, of in zip(tensors, rows, strict=True)))
 
-    whole = results(0, len(lengths_q))
+    batch = run(0, len(lengths_q))
     for b in range(len(lengths_q)):
-        of_q, of_k = (slice(int(ends[b]), int(ends[b + 1])) for ends in (ends_q, ends_k))
-        names = ("no_grad", "out", "dQ", "dK", "dV")
-        pairs = zip(names, whole, results(b, b + 1), (of_q, of_q, of_q, of_k, of_k), strict=True)
-        for name, one, alone, rows in pairs:
-            assert torch.equal(one[rows], alone), f"{name} of {b}: {lengths_q}, {lengths_k}"
+        for name, alone in run(b, b + 1).items():
+            ends = ends_k if name in ("dK", "dV") else ends_q
+            one = batch[name][ends[b] : ends[b + 1]]
+            assert torch.equal(one, alone), f"{name} of {b}: {lengths_q}, {lengths_k}"
 
 
 def test_packed_batch(isa):

@@ -1,4 +1,4 @@
-"""If memory runs out, calls raise exceptions and leak no memory, and later calls are correct."""
+"""Calls that run out of memory raise exceptions and leak no memory; later calls are correct."""
 
 from __future__ import annotations
 

@@ -17,19 +17,20 @@ def own_node(out):
     return "_Norm" in out.grad_fn.name()
 
 
-def leaves(rows, columns=64, dtype=torch.float32):
-    shapes = (rows, columns), (columns,), (columns,)
-    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+def leaves(dtype=torch.float32):
+    """Return the input, weight and bias of a layer norm of 8 rows."""
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((8, 64), (64,), (64,))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_small_training_is_torchs(dtype):
-    x, weight, bias = leaves(8, dtype=dtype)
+    """Small norms and their gradients are bitwise equal to torch's."""
+    x, weight, bias = leaves(dtype)
     out = F.layer_norm(x, 64, weight, bias)
     want = torch.nn.functional.layer_norm(x, (64,), weight, bias)
     assert torch.equal(out, want) and not own_node(out)
     grads = [torch.autograd.grad(t.sum(), (x, weight, bias)) for t in (out, want)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert all(map(torch.equal, *grads))
     out, total = F.layer_norm(x, 64, weight, bias, return_residual=True)
     assert total is x and torch.equal(out, want)
     out, total = F.layer_norm(x, 64, weight, bias, residual=x, return_residual=True)
@@ -38,11 +39,12 @@ def test_small_training_is_torchs(dtype):
 
 
 def test_the_kernels_have_the_rest(monkeypatch):
-    x, weight, bias = leaves(8)
+    """Norms that are large, that torch does not support or that name a backend run on a kernel."""
+    x, weight, bias = leaves()
     assert own_node(F.layer_norm(x, 64, weight, bias, dropout_p=0.5))
     assert own_node(F.layer_norm(x, 64, weight, bias, backend="cpp"))
     assert own_node(F.rms_norm(x, 64, weight))
-    F.layer_norm(x.bfloat16(), 64, None, bias).sum().backward()  # torch raises an error
+    F.layer_norm(x.bfloat16(), 64, None, bias).sum().backward()  # unsupported by torch
     assert torch.equal(bias.grad, torch.full((64,), 8.0))
     with fused_attn.use_backend("cpp"):
         assert own_node(F.layer_norm(x, 64, weight, bias))
@@ -56,14 +58,14 @@ def test_non_contiguous_rows(monkeypatch):
     """Norms of non-contiguous rows equal torch's, below and above the limit of small calls."""
     x = torch.randn(2, 64, 5, 6, requires_grad=True)
     want = torch.nn.functional.layer_norm(x.permute(0, 2, 3, 1), (64,))
-    weights = torch.randn_like(want)
-    grad = torch.autograd.grad(want, x, weights)[0]
+    grad_out = torch.randn_like(want)
+    grad = torch.autograd.grad(want, x, grad_out)[0]
     for limit in (1 << 17, -1):
         limits = small_calls.limits._replace(norm_training=limit)
         monkeypatch.setattr(small_calls, "limits", limits)
         out = F.layer_norm(x.permute(0, 2, 3, 1), 64)
         torch.testing.assert_close(out, want)
-        torch.testing.assert_close(torch.autograd.grad(out, x, weights)[0], grad)
+        torch.testing.assert_close(torch.autograd.grad(out, x, grad_out)[0], grad)
         with torch.no_grad():
             torch.testing.assert_close(F.layer_norm(x.permute(0, 2, 3, 1), 64), want)
 
@@ -71,11 +73,7 @@ def test_non_contiguous_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda x: F.layer_norm(x, 63),
-            ValueError,
-            "input must have a shape that ends with normalized_shape",
-        ),
+        (lambda x: F.layer_norm(x, 63), ValueError, "input must have a shape that ends with"),
         (lambda x: F.layer_norm(x, ()), ValueError, "at least one dimension"),
         (lambda x: F.layer_norm(x, 64, x[0, :5]), ValueError, "weight must have shape"),
         (lambda x: F.layer_norm(x, 64, "w"), TypeError, "weight must be a tensor, got str"),
@@ -84,7 +82,8 @@ def test_non_contiguous_rows(monkeypatch):
     ],
 )
 def test_messages_are_ours(call, error, message):
-    for x in leaves(4)[0], torch.randn(4, 64):
+    """Invalid small norms raise the error messages of this package, not those of torch."""
+    for x in leaves()[0], torch.randn(4, 64):
         with pytest.raises(error, match=message):
             call(x)
 
@@ -97,7 +96,7 @@ def test_compiled_norms_are_torchs_operations():
         graphs.append(str(graph.graph))
         return graph
 
-    x, weight, bias = leaves(8)
+    x, weight, bias = leaves()
 
     def step(x, dropout_p):
         return F.layer_norm(x, 64, weight, bias, residual=x, dropout_p=dropout_p)

@@ -40,6 +40,7 @@ def test_blocks_may_be_nested_and_graphs_are_not_counted():
 
 
 def test_packed_calls_are_counted_by_their_tokens():
+    """The lengths of packed calls are their total numbers of tokens."""
     query, key = torch.randn(10, 4, 8), torch.randn(12, 2, 8)
     starts = torch.tensor([0, 4, 10]), torch.tensor([0, 5, 12])
     for leaf in (query, query.clone().requires_grad_()):

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
-    ISAS,
-    assert_like_eager,
-    assert_outputs_like_eager,
-    attention,
-    random_qkv,
-    short,
-)
+from helpers import ISAS, assert_like_eager, assert_outputs_like_eager, attention, random_qkv, short
 
 from fused_attn import functional as F
 from fused_attn import masks
@@ -56,10 +49,7 @@ def test_long(mask, dtype, isa):
     ids=["causal", "padding", "window"],
 )  # fmt: skip
 def test_keys_that_do_not_fit(mask, dtype, isa):
-    """Outputs are within the numerics contract if keys are packed in several steps.
-
-    Some of the steps are fully masked.
-    """
+    """Outputs are within the numerics contract if some of the steps that pack keys are masked."""
     tensors = random_qkv(2, 2, 1, 100, 2500, 128)
     assert_outputs_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
@@ -101,22 +91,22 @@ def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("apart", [(0.0,), (0.0, 0.3), (0.0, 0.1, 0.2, 0.3, 0.4)])
 def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
-    """Errors of bias gradients are below 1% of the largest gradient.
+    """Bias gradients have errors below 1% of the largest one if few keys have nearly all weight.
 
-    Few keys have nearly all the weight, so that the rounding error of delta may exceed dS.
+    The rounding error of delta may then exceed dS.
     """
     tensors = random_qkv(1, 8, 8, 70, 130, 64)
     bias = torch.randn(8, 70, 130)
-    for n, lower in enumerate(apart):  # keys that differ by their bias only
+    for n, lower in enumerate(apart):  # these keys differ only by their bias
         at = 110 - 20 * n
         bias[:, :, at] = 24 - lower
         for name in ("key", "value"):
             tensors[name][:, :, at] = tensors[name][:, :, 110]
     bias = bias.to(dtype).float()
     gradients = []
-    for backend, own in (("eager", torch.float64), ("cpp", dtype)):
-        leaf = bias.to(torch.promote_types(own, torch.float32)).requires_grad_()
-        query, key, value = (t.to(dtype).to(own).requires_grad_() for t in tensors.values())
+    for backend, precision in (("eager", torch.float64), ("cpp", dtype)):
+        leaf = bias.to(torch.promote_types(precision, torch.float32)).requires_grad_()
+        query, key, value = (t.to(dtype).to(precision).requires_grad_() for t in tensors.values())
         out = F.scaled_dot_product_attention(query, key, value, masks.bias(leaf), backend=backend)
         gradients += torch.autograd.grad(out, leaf, torch.ones_like(out))
     truth, got = gradients
@@ -125,7 +115,7 @@ def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
 
 @pytest.mark.parametrize("power", [-12, -8, 8, 12])
 def test_gradients_of_any_size(power, isa):
-    """A loss scale of 2^-12 to 2^12 on float16 output gradients scales all gradients alike."""
+    """Scaling float16 output gradients by 2^-12 to 2^12 scales all gradients by this factor."""
     tensors = random_qkv(1, 2, 2, 96, 2000, 32)  # many keys, so all weights are small
     results = []
     for factor in (1.0, 2.0**power):
@@ -144,6 +134,6 @@ def test_gradients_of_any_size(power, isa):
 def test_a_forward_is_the_same_with_gradients(dtype, isa):
     leaves = [t.to(dtype) for t in random_qkv(2, 4, 2, 70, 300, 48).values()]
     plain = F.scaled_dot_product_attention(*leaves, enable_gqa=True, backend="cpp")
-    learning = [t.clone().requires_grad_() for t in leaves]
-    out = F.scaled_dot_product_attention(*learning, enable_gqa=True, backend="cpp")
+    trained = [t.clone().requires_grad_() for t in leaves]
+    out = F.scaled_dot_product_attention(*trained, enable_gqa=True, backend="cpp")
     assert out.requires_grad and torch.equal(out, plain)

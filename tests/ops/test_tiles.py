@@ -15,28 +15,26 @@ from fused_attn.backends import get_backend
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import spec_of_mask
 
+CPU = torch.device("cpu")
 SHAPE = (3, 2, 301, 650)  # batch, num_heads, seqlen_q, seqlen_k
-# Some tiles of these masks are partial though masked or full: ranges of shuffled document ids
-# overlap, and a summary cell may be larger than a tile.
+# For these masks, some masked or full tiles are classified as partial: ranges of shuffled document
+# ids overlap, and a cell of the summary may be larger than a tile.
 INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "dense_per_query"}
 
 
 def classify(mask, dtype):
     """Return the kernels' tile kinds, and which tiles are fully masked or fully visible."""
-    like = torch.empty(0, dtype=dtype)
-    spec = spec_of_mask(mask, *SHAPE, like.device)
+    spec = spec_of_mask(mask, *SHAPE, CPU)
     kinds, (block_m, block_n) = tile_kinds(spec, *SHAPE, dtype)
-    visible, bias = materialize(spec, *SHAPE, like.device, torch.float32)
+    visible, bias = materialize(spec, *SHAPE, CPU, torch.float32)
     visible = torch.ones(SHAPE) if visible is None else visible.expand(SHAPE).float()
-    plain = visible
-    if bias is not None:
-        plain = visible * (bias == 0).expand(SHAPE)
+    plain = visible if bias is None else visible * (bias == 0).expand(SHAPE)
     pad = (0, -SHAPE[3] % block_n, 0, -SHAPE[2] % block_m)
 
     def tiles(tensor, value):
         padded = torch.nn.functional.pad(tensor, pad, value=value)
-        cut = padded.unflatten(3, (-1, block_n)).unflatten(2, (-1, block_m))
-        return cut.movedim(4, 3)  # (batch, heads, tiles, blocks, block_m, block_n)
+        split = padded.unflatten(3, (-1, block_n)).unflatten(2, (-1, block_m))
+        return split.movedim(4, 3)  # (batch, heads, tiles, blocks, block_m, block_n)
 
     none = tiles(visible, 0.0).amax((-1, -2)) == 0
     every = tiles(plain, 1.0).amin((-1, -2)) == 1
@@ -46,7 +44,7 @@ def classify(mask, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_classification_of_one_mask(name, dtype):
-    kinds, none, every = classify(MASKS[name](SHAPE[0], SHAPE[1], *SHAPE[2:]), dtype)
+    kinds, none, every = classify(MASKS[name](*SHAPE), dtype)
     assert none[kinds == 0].all() and every[kinds == 2].all()
     if name not in INEXACT and not name.startswith("alibi"):
         assert torch.equal(kinds == 0, none)
@@ -57,9 +55,9 @@ def test_classification_of_one_mask(name, dtype):
 def test_classification_of_two_masks(pair):
     """A combination of two masks skips each tile that either mask skips.
 
-    Two biases, and bottom-right bands with lengths, are exceptions.
+    Exceptions are combinations of two biases, and of a bottom-right band with lengths.
     """
-    one, two = (MASKS[name](SHAPE[0], SHAPE[1], *SHAPE[2:]) for name in pair)
+    one, two = (MASKS[name](*SHAPE) for name in pair)
     kinds, none, every = classify(one & two, torch.float32)
     assert none[kinds == 0].all() and every[kinds == 2].all()
     if "bias" in pair[0] and "bias" in pair[1]:
@@ -79,9 +77,8 @@ def test_summary_of_a_dense_tensor(kind, backend):
     visible[0, :, :32, :64] = False
     visible[0, :, 33, 70] = False
     visible[1, :, 64:, 128:] = False  # the last tile, which is smaller
-    if kind == "mask":
-        tensor, plain = visible, visible
-    else:
+    tensor = plain = visible
+    if kind == "bias":
         tensor = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
         tensor[1, :, 0, 0] = 0.5  # a nonzero bias, which the kernel must read
         plain = tensor == 0
@@ -93,12 +90,12 @@ def test_summary_of_a_dense_tensor(kind, backend):
     assert torch.equal(summary.cpu(), expected)
 
 
-def test_work_goes_down_with_the_mask():
+def test_work_decreases_with_the_mask():
     """The share of tiles that are computed is close to the share of visible scores."""
     length = 4096
 
     def share(mask):
-        spec = spec_of_mask(mask, 1, 1, length, length, torch.device("cpu"))
+        spec = spec_of_mask(mask, 1, 1, length, length, CPU)
         kinds, (_, block) = tile_kinds(spec, 1, 1, length, length, torch.float32)
         return (kinds > 0).float().mean().item(), block / length
 

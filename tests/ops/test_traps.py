@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import BACKENDS, device_of
@@ -15,8 +13,11 @@ from fused_attn.backends import cpp
 from fused_attn.call.attention import AttentionCall, AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
+X = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+
 
 def test_forward_mode_is_not_dropped():
+    """Forward-mode derivatives equal torch's, with torch.func.jvp and with dual tensors."""
     x, tangent = torch.randn(2, 1, 2, 5, 8).unbind(0)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -43,14 +44,11 @@ def test_forward_mode_on_a_kernel_is_refused(backend):
 
 
 def test_hessian():
-    def loss(x):
-        return F.scaled_dot_product_attention(x, x, x).square().sum()
+    def loss(x, backend):
+        return F.scaled_dot_product_attention(x, x, x, backend=backend).square().sum()
 
-    def eager(x):
-        return F.scaled_dot_product_attention(x, x, x, backend="eager").square().sum()
-
-    x = torch.randn(1, 1, 3, 2, dtype=torch.float64)
-    torch.testing.assert_close(torch.func.hessian(loss)(x), torch.func.hessian(eager)(x))
+    hessian, x = torch.func.hessian(loss), torch.randn(1, 1, 3, 2, dtype=torch.float64)
+    torch.testing.assert_close(hessian(x, None), hessian(x, "eager"))
 
 
 def test_gradient_of_an_expanded_float_mask_has_its_shape():
@@ -88,6 +86,7 @@ def test_autocast_casts_before_types_are_compared():
 
 
 def test_out_may_be_changed_in_place():
+    """An output without gradients may be changed in place by a tensor that requires grad."""
     x, y = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8, requires_grad=True)
     with torch.no_grad():
         out = F.scaled_dot_product_attention(x, x, x)
@@ -96,43 +95,29 @@ def test_out_may_be_changed_in_place():
     assert y.grad.eq(1).all()
 
 
-def test_lazy_negation_is_seen():
-    lazy = torch.randn(5, 5, dtype=torch.complex64).conj().imag
-    assert lazy.is_neg()
-    plain = lazy.resolve_neg()
-    x = torch.randn(1, 1, 5, 8)
-    assert torch.equal(
-        F.scaled_dot_product_attention(x, x, x, lazy),
-        F.scaled_dot_product_attention(x, x, x, plain),
-    )
-    x = torch._neg_view(torch.randn(1, 1, 5, 8))
-    assert torch.equal(
-        F.scaled_dot_product_attention(x, x, x),
-        F.scaled_dot_product_attention(*[x.resolve_neg()] * 3),
-    )
-    assert torch.equal(F.layer_norm(x, 8), F.layer_norm(x.resolve_neg(), 8))
-
-
-def test_masks_of_lazily_negated_tensors():
-    """Lazily negated ALiBi slopes and cu_seqlens give the same results as materialized ones."""
-    x, packed = torch.randn(1, 2, 5, 8), torch.randn(9, 2, 8)
-    slopes, starts = torch.tensor([0.5, 2.0]), torch.tensor([0, 4, 9])
-    assert torch.equal(
-        F.scaled_dot_product_attention(x, x, x, masks.alibi(torch._neg_view(-slopes))),
-        F.scaled_dot_product_attention(x, x, x, masks.alibi(slopes)),
-    )
-    assert torch.equal(
-        F.varlen_attention(packed, packed, packed, starts, torch._neg_view(-starts), 5, 5),
-        F.varlen_attention(packed, packed, packed, starts, starts, 5, 5),
-    )
+@pytest.mark.parametrize(
+    ("call", "tensor"),
+    [
+        (lambda t: F.scaled_dot_product_attention(t, t, t), X),
+        (lambda t: F.layer_norm(t, 8), X),
+        (lambda t: F.scaled_dot_product_attention(X, X, X, t), torch.randn(5, 5)),
+        (lambda t: F.scaled_dot_product_attention(X, X, X, masks.alibi(t)), torch.rand(2)),
+        (
+            lambda t: F.varlen_attention(*torch.ones(3, 9, 2, 8), torch.tensor([0, 4, 9]), t, 5, 5),
+            torch.tensor([0, 4, 9]),
+        ),
+    ],
+    ids=["attention", "norm", "mask", "slopes", "cu_seqlens"],
+)
+def test_lazily_negated_tensors(call, tensor):
+    lazy = torch._neg_view(-tensor)
+    assert lazy.is_neg() and torch.equal(call(lazy), call(tensor))
 
 
 def test_direct_calls_of_the_ops_are_checked():
-    def call(query, key, value, **options):
-        spec = replace(MaskSpec(), **options.get("spec", {}))
-        call = AttentionCall(
-            query, key, value, spec, AttentionOptions(1.0, 0.0, options.get("dropout_p", 0.0))
-        )
+    def call(query, key, value, dropout_p=0.0, **fields):
+        options = AttentionOptions(1.0, 0.0, dropout_p)
+        call = AttentionCall(query, key, value, MaskSpec(**fields), options)
         return torch.ops.fused_attn.attention_fwd(*call.flat(), False, False, "cpp")
 
     x = torch.randn(1, 2, 4, 8)
@@ -149,8 +134,8 @@ def test_direct_calls_of_the_ops_are_checked():
         lambda: call(x, torch.randn(1, 2, 9, 8), x),
         lambda: call(x[0], x, x),
         lambda: call(x, x, x, dropout_p=0.5),
-        lambda: call(x, x, x, spec=packed),
-        lambda: call(x, x, x, spec=packed | {"bounds": None}),
+        lambda: call(x, x, x, **packed),
+        lambda: call(x, x, x, **packed | {"bounds": None}),
     ):
         with pytest.raises(ValueError, match="must"):
             bad()
@@ -172,6 +157,7 @@ def test_nested_and_sparse_tensors_are_refused():
 
 
 def test_lengths_in_a_list_are_on_the_cpu():
+    """Lengths in a list become a CPU tensor even if torch's default device is another one."""
     with torch.device("meta"):
         mask = masks.padding([3, 5])
     assert mask.paddings[0].key_lengths.device.type == "cpu"

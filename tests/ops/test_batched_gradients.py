@@ -1,4 +1,4 @@
-"""Many gradients in one backward: is_grads_batched, vectorized Jacobians and Hessians, torch.vmap.
+"""Many gradients in one backward: is_grads_batched and torch.vmap of torch.autograd.grad.
 
 tests/ops/test_gradcheck.py covers more masks and options.
 """
@@ -10,7 +10,6 @@ import functools
 import pytest
 import torch
 from helpers import BACKENDS, leaves_of, most_exact, random_qkv
-from torch.autograd.functional import hessian, jacobian
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import fused_attn
@@ -101,27 +100,6 @@ def test_each_is_that_of_its_own_backward(name, create_graph, backend):
         for first in (got, want)
     ]
     assert_same(*second)
-
-
-# The vmap rule of an op is the same for all backends.
-@pytest.mark.thinned("170 s in Triton's interpreter", name=["attention", "layer_norm"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["attention", "layer_norm"])
-def test_vectorized_jacobian_and_hessian(name, backend):
-    function, leaves = FUNCTIONS[name](backend)
-
-    def first(*tensors):
-        return function(*tensors)[0]
-
-    def loss(tensor):
-        return first(tensor, *leaves[1:]).square().sum()
-
-    for create_graph in (False, True):
-        options = {"create_graph": create_graph}
-        want = jacobian(first, tuple(leaves), **options)
-        assert_same(jacobian(first, tuple(leaves), vectorize=True, **options), want)
-        want = hessian(loss, leaves[0], **options)
-        assert_same([hessian(loss, leaves[0], vectorize=True, **options)], [want])
 
 
 def test_enabled():

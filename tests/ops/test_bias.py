@@ -1,7 +1,5 @@
 """Float masks: their gradients, and very negative biases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import (

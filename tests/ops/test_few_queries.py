@@ -1,7 +1,5 @@
 """Outputs and gradients of the CPU kernels for few queries, which use no query tiles."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

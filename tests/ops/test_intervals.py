@@ -1,7 +1,5 @@
 """Masks as intervals of keys and as block lists, compared with dense masks and FlexAttention."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace

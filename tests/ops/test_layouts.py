@@ -1,7 +1,5 @@
 """Outputs and gradients have torch's memory layout on every dispatch path."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

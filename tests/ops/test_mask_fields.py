@@ -1,7 +1,5 @@
 """Code that reads the fields of MaskSpec one by one refuses a mask that sets an unknown field."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import fields, make_dataclass

@@ -1,7 +1,5 @@
 """Peak memory grows linearly in the sequence length, forward and backward."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls that run out of memory raise exceptions and leak no memory; later calls are correct."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

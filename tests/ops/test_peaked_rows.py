@@ -3,8 +3,6 @@
 `make fuzz` searches many more of these problems, in every dtype (tests/tools/test_fuzz.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import BACKENDS, device_of, drawn, random_qkv

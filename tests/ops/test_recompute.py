@@ -1,7 +1,5 @@
 """Dropout masks do not change if torch.compile recomputes a forward under a memory budget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._functorch import config

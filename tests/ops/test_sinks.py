@@ -1,7 +1,5 @@
 """Attention sinks match a softmax with one additional column of scores."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

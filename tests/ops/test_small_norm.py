@@ -1,7 +1,5 @@
 """Small layer norms run on torch's kernels, which are faster at these sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

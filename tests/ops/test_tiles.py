@@ -1,7 +1,5 @@
 """Fully masked tiles are skipped, and no mask is read for fully visible tiles."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -52,15 +52,17 @@ MASKS = {
 }
 
 
+def attention(**options):
+    return perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **options).double())
+
+
 def attention_inputs(module, batched=True):
-    widths = (module.embed_dim, module.kdim, module.vdim)
-    lengths = (LEN_Q, LEN_K, LEN_K)
-    shapes = zip(lengths, widths, strict=True)
+    inputs = (LEN_Q, module.embed_dim), (LEN_K, module.kdim), (LEN_K, module.vdim)
     if not batched:
-        return tuple(randn(length, width) for length, width in shapes)
+        return tuple(randn(length, width) for length, width in inputs)
     if module.batch_first:
-        return tuple(randn(BATCH, length, width) for length, width in shapes)
-    return tuple(randn(length, BATCH, width) for length, width in shapes)
+        return tuple(randn(BATCH, length, width) for length, width in inputs)
+    return tuple(randn(length, BATCH, width) for length, width in inputs)
 
 
 @pytest.mark.sampled(
@@ -72,8 +74,7 @@ def attention_inputs(module, batched=True):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("constructor", ATTENTIONS)
 def test_attention(constructor, mask, need_weights):
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
-    theirs = perturb(theirs.double())
+    theirs = attention(**ATTENTIONS[constructor])
     kwargs = {**MASKS[mask](), "need_weights": need_weights}
     check_against_torch(theirs, fnn.MultiheadAttention, attention_inputs(theirs), kwargs)
 
@@ -81,8 +82,7 @@ def test_attention(constructor, mask, need_weights):
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("constructor", ["plain", "bias_kv"])
 def test_attention_unbatched(constructor, average):
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
-    theirs = perturb(theirs.double())
+    theirs = attention(**ATTENTIONS[constructor])
     kwargs = {
         "attn_mask": random_mask("learned", HEADS, LEN_Q, LEN_K),
         "key_padding_mask": random_mask("float", LEN_K),
@@ -96,9 +96,8 @@ def test_attention_unbatched(constructor, average):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_of_shared_inputs(shared, bias, batch_first):
-    """Self- and cross-attention, which project a shared input in one product, match torch's."""
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=batch_first)
-    theirs = perturb(theirs.double())
+    """Attention that projects a shared input in one matrix product matches torch's."""
+    theirs = attention(bias=bias, batch_first=batch_first)
     query, key, _ = attention_inputs(theirs)
     args = (query, query, query) if shared == "self" else (query, key, key)
     check_against_torch(theirs, fnn.MultiheadAttention, args, {"need_weights": False})
@@ -108,8 +107,7 @@ def test_attention_of_shared_inputs(shared, bias, batch_first):
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("constructor", ["plain", "bias_kv", "zero_attn"])
 def test_attention_is_causal(constructor, padding, need_weights):
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
-    theirs = perturb(theirs.double())
+    theirs = attention(**ATTENTIONS[constructor])
     query, _, _ = attention_inputs(theirs)
     kwargs = {"attn_mask": causal_bias(LEN_Q), "need_weights": need_weights}
     if padding:
@@ -123,39 +121,33 @@ def test_attention_is_causal(constructor, padding, need_weights):
     )
 
 
-def test_attention_is_causal_without_a_mask():
-    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
+@pytest.mark.parametrize("hinted", ["nan", None])
+def test_is_causal_does_not_read_the_mask(hinted):
+    """With is_causal=True, a mask is neither required nor read, unless it requires grad."""
+    ours = fnn.MultiheadAttention.from_torch(attention())
     x = randn(LEN_Q, BATCH, EMBED)
-    expected = ours(x, x, x, attn_mask=causal_bias(LEN_Q))
-    actual = ours(x, x, x, is_causal=True)
-    torch.testing.assert_close(actual, expected)
-
-
-def test_attention_does_not_read_the_mask_that_is_hinted_causal():
-    ours = fnn.MultiheadAttention(EMBED, HEADS).double()
-    x = randn(LEN_Q, BATCH, EMBED)
-    hinted = torch.full((LEN_Q, LEN_Q), float("nan"), dtype=torch.float64)
+    hinted = hinted and torch.full((LEN_Q, LEN_Q), float("nan"), dtype=torch.float64)
     out, _ = ours(x, x, x, attn_mask=hinted, is_causal=True, need_weights=False)
     expected, _ = ours(x, x, x, attn_mask=causal_bias(LEN_Q), need_weights=False)
     torch.testing.assert_close(out, expected)
-    # A mask that requires grad is applied in spite of the hint.
     learned = randn(LEN_Q, LEN_Q)
     out, _ = ours(x, x, x, attn_mask=learned, is_causal=True, need_weights=False)
     out.sum().backward()
     assert learned.grad.abs().sum() > 0
 
 
-def test_attention_takes_a_fused_attn_mask():
-    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double())
+def test_attention_with_a_fused_attn_mask():
+    ours = fnn.MultiheadAttention.from_torch(attention(batch_first=True))
     x = randn(BATCH, LEN_Q, EMBED)
     padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     expected = ours(x, x, x, attn_mask=causal_bias(LEN_Q), key_padding_mask=padded)
-    mask = masks.causal() & masks.padding(torch.tensor([5, 3]))
-    torch.testing.assert_close(ours(x, x, x, attn_mask=mask), expected)
-    actual = ours(x, x, x, attn_mask=masks.causal(), key_padding_mask=padded)
-    torch.testing.assert_close(actual, expected)
-    actual = ours(x, x, x, attn_mask=masks.padding(torch.tensor([5, 3])), is_causal=True)
-    torch.testing.assert_close(actual, expected)
+    padding = masks.padding(torch.tensor([5, 3]))
+    for call in (
+        {"attn_mask": masks.causal() & padding},
+        {"attn_mask": masks.causal(), "key_padding_mask": padded},
+        {"attn_mask": padding, "is_causal": True},
+    ):
+        torch.testing.assert_close(ours(x, x, x, **call), expected)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -178,19 +170,17 @@ def test_attention_fully_masked(dtype, need_weights):
     assert torch.equal(out[0, 2].detach(), expected[2])
     assert not torch.equal(out[0, 1].detach(), expected[1])
     if need_weights:
-        assert torch.equal(weights[1], torch.zeros_like(weights[1]))
-        assert torch.equal(weights[0, :, 2], torch.zeros_like(weights[0, :, 2]))
+        assert not weights[1].any() and not weights[0, :, 2].any()
         assert torch.allclose(weights[0, :, 1].sum(-1), torch.ones(HEADS, dtype=dtype), atol=2e-2)
     with torch.autograd.detect_anomaly(check_nan=True):
         loss = out.sum() if weights is None else out.sum() + weights.square().sum()
         loss.backward()
-    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
-    for parameter in ours.parameters():
-        assert parameter.grad.isfinite().all()
+    assert not x.grad[1].any()
+    assert all(parameter.grad.isfinite().all() for parameter in ours.parameters())
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_attention_does_not_see_nan_in_padding(need_weights):
+def test_nan_in_padded_keys_has_no_effect(need_weights):
     ours = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double()
     query, memory = randn(BATCH, LEN_Q, EMBED), randn(BATCH, LEN_K, EMBED, grad=False)
     padding = torch.tensor([[False] * 7, [False] * 3 + [True] * 4])

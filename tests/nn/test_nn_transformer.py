@@ -1,6 +1,7 @@
 """Transformer layers and stacks against torch.nn."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from nn_helpers import (
 )
 
 import fused_attn.nn as fnn
-from fused_attn.nn import transformer as fused_transformer
 
 # ---- layers --------------------------------------------------------------------------------------
 
@@ -48,21 +48,21 @@ SELF_MASKS = {
 }
 
 
+def encoder_layer(**kwargs):
+    layer = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, **kwargs)
+    return perturb(layer.double())
+
+
 @pytest.mark.parametrize("mask", SELF_MASKS)
 @pytest.mark.parametrize("constructor", LAYERS)
 def test_encoder_layer(constructor, mask):
-    kwargs = LAYERS[constructor]
-    theirs = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, **kwargs)
-    theirs = perturb(theirs.double())
-    x = sequence(kwargs, LEN_Q)
+    theirs, x = encoder_layer(**LAYERS[constructor]), sequence(LAYERS[constructor], LEN_Q)
     check_against_torch(theirs, fnn.TransformerEncoderLayer, (x,), SELF_MASKS[mask]())
 
 
 def test_encoder_layer_unbatched():
-    theirs = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0).double()
-    kwargs = {"src_key_padding_mask": random_mask("bool", LEN_Q)}
-    args = (randn(LEN_Q, EMBED),)
-    check_against_torch(perturb(theirs), fnn.TransformerEncoderLayer, args, kwargs)
+    args, kwargs = (randn(LEN_Q, EMBED),), {"src_key_padding_mask": random_mask("bool", LEN_Q)}
+    check_against_torch(encoder_layer(), fnn.TransformerEncoderLayer, args, kwargs)
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "causal"])
@@ -85,13 +85,10 @@ def test_decoder_layer(constructor, mask):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_respects_each_dropout(norm_first):
-    """Each dropout of a layer acts on the same branch as in torch, which p = 1 sets to 0."""
+    """Each dropout of a layer acts on the same branch as in torch, which p=1 sets to 0."""
     x = randn(LEN_Q, BATCH, EMBED)
     for name in ("dropout", "dropout1", "dropout2"):
-        theirs = torch.nn.TransformerEncoderLayer(
-            EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first
-        )
-        theirs = perturb(theirs.double())
+        theirs = encoder_layer(norm_first=norm_first)
         plain = run(theirs, (x,))["out0"]
         getattr(theirs, name).p = 1.0
         ours = fnn.TransformerEncoderLayer.from_torch(theirs)
@@ -104,9 +101,8 @@ def test_layer_respects_each_dropout(norm_first):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layer_dropout_rate(norm_first):
-    """Fused dropout keeps about (1 - p) of the sublayer's output, scaled by 1 / (1 - p)."""
-    layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
-    layer.double()
+    """Dropout in the norm keeps 1 - p of the sublayer's output and scales it by 1 / (1 - p)."""
+    layer = fnn.TransformerEncoderLayer.from_torch(encoder_layer(norm_first=norm_first))
     layer.dropout1.p = 0.25
     norm = layer.norm2 if norm_first else layer.norm1
     sums = []
@@ -137,43 +133,41 @@ def test_patched_forwards_are_called(norm_first):
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_layer_hooks_see_what_torch_shows_them(norm_first):
-    theirs = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
-    theirs = perturb(theirs.double())
+def test_layer_hooks_get_the_tensors_of_torch(norm_first):
+    theirs = encoder_layer(norm_first=norm_first)
     ours = fnn.TransformerEncoderLayer.from_torch(copy.deepcopy(theirs))
     x = randn(LEN_Q, BATCH, EMBED)
-    seen = {}
-    for label, layer in (("theirs", theirs), ("ours", ours)):
-        for name in ("norm1", "norm2", "dropout1", "dropout2", "self_attn"):
-            key = (label, name)
-            layer.get_submodule(name).register_forward_hook(
-                lambda _, args, out, key=key: seen.__setitem__(key, (args[0], out))
-            )
+    names = "norm1", "norm2", "dropout1", "dropout2", "self_attn"
+    seen = {theirs: {}, ours: {}}
+    for layer, name in itertools.product(seen, names):
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, args, out, key=(layer, name): seen[key[0]].update({key[1]: (args[0], out)})
+        )
     assert_equal_in_float64(run(ours, (x,)), run(theirs, (x,)))
-    for name in ("norm1", "norm2", "dropout1", "dropout2", "self_attn"):
-        torch.testing.assert_close(seen["ours", name], seen["theirs", name])
+    assert set(seen[ours]) == set(names)
+    torch.testing.assert_close(seen[ours], seen[theirs])
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return 0.5 * x
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("other", ["identity", "torch", "batch_norm_like", "rms"])
-def test_layer_with_another_norm(other, norm_first):
-    class Scale(torch.nn.Module):
-        def forward(self, x):
-            return 0.5 * x
-
-    theirs = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, norm_first=norm_first)
-    theirs = perturb(theirs.double())
+@pytest.mark.parametrize(
+    ("norm", "fused"),
+    [
+        (Scale(), None),
+        (torch.nn.LayerNorm(EMBED).double(), None),
+        (torch.nn.RMSNorm(EMBED).double(), fnn.RMSNorm),
+    ],
+    ids=["custom", "torch", "rms"],
+)
+def test_layer_with_another_norm(norm, fused, norm_first):
+    theirs = encoder_layer(norm_first=norm_first)
     ours = fnn.TransformerEncoderLayer.from_torch(copy.deepcopy(theirs))
-    replacement = {
-        "identity": torch.nn.Identity,
-        "torch": lambda: torch.nn.LayerNorm(EMBED).double(),
-        "batch_norm_like": Scale,
-        "rms": lambda: torch.nn.RMSNorm(EMBED).double(),
-    }[other]()
-    theirs.norm1 = theirs.norm2 = replacement
-    if other == "rms":
-        replacement = fnn.RMSNorm.from_torch(replacement)
-    ours.norm1 = ours.norm2 = replacement
+    theirs.norm1 = theirs.norm2 = norm
+    ours.norm1 = ours.norm2 = norm if fused is None else fused.from_torch(norm)
     x = randn(LEN_Q, BATCH, EMBED)
     assert_equal_in_float64(run(ours, (x,)), run(theirs, (x,)))
 
@@ -203,7 +197,7 @@ def test_layer_under_checkpoint_draws_the_same_dropout(use_reentrant):
 
 
 @pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
-def test_layer_subclass_must_not_override_blocks_that_are_not_called(name):
+def test_layer_subclasses_must_not_override_unused_methods(name):
     with pytest.raises(TypeError, match=f"must not override {name}"):
         type("Mine", (fnn.TransformerEncoderLayer,), {name: lambda self, x: x})
 
@@ -242,44 +236,22 @@ def test_encoder(norm_first, batch_first, mask, padding):
 
 
 @pytest.mark.parametrize("hint", [None, True])
-def test_encoder_keeps_causal_and_padding_as_structure(monkeypatch, hint):
+def test_encoder_passes_a_causal_band_and_a_padding_mask(monkeypatch, hint):
     seen = spy_on_masks(monkeypatch)
     ours = fnn.TransformerEncoder.from_torch(encoder_pair())
     padding = torch.tensor([[False] * LEN_Q, [False] * 3 + [True] * 2])
     x = randn(LEN_Q, BATCH, EMBED)
     ours(x, mask=causal_bias(LEN_Q), src_key_padding_mask=padding, is_causal=hint)
     assert len(seen) == 2
-    assert seen[0] is seen[1], "the layers do not share one mask"
     mask = seen[0]
+    assert seen[1] is mask, "the layers do not share one mask"
     assert len(mask.bands) == 1
     assert not mask.biases
     assert [tuple(m.shape) for m in mask.dense_masks] == [(BATCH, 1, 1, LEN_Q)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
-def test_is_causal_mask(dtype):
-    mask = causal_bias(4).isinf() if dtype == torch.bool else causal_bias(4, dtype)
-    assert fused_transformer.is_causal_mask(mask, None)
-    assert not fused_transformer.is_causal_mask(mask, False)
-    assert fused_transformer.is_causal_mask(None, True)
-    assert not fused_transformer.is_causal_mask(None, None)
-    assert not fused_transformer.is_causal_mask(mask.T, None)
-    assert not fused_transformer.is_causal_mask(mask[:3], None)
-    if dtype != torch.bool:
-        assert not fused_transformer.is_causal_mask(mask.clone().requires_grad_(), None)
-    almost = mask.clone()
-    almost[3, 0] = True if dtype == torch.bool else -1.0
-    assert not fused_transformer.is_causal_mask(almost, None)
-    almost = mask.clone()
-    almost[0, 3] = False if dtype == torch.bool else torch.finfo(dtype).min
-    assert not fused_transformer.is_causal_mask(almost, None)
-
-
 def test_encoder_of_layers_with_appended_keys():
-    """An encoder whose layers append keys (add_bias_kv) matches torch's.
-
-    Such layers cannot share one Mask, because it would mask the appended keys.
-    """
+    """Layers that append keys (add_bias_kv) match torch's, although they cannot share a Mask."""
     theirs = encoder_pair()
     for layer in theirs.layers:
         layer.self_attn = torch.nn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True).double()
@@ -287,7 +259,7 @@ def test_encoder_of_layers_with_appended_keys():
     check_against_torch(theirs, fnn.TransformerEncoder, (randn(LEN_Q, BATCH, EMBED),), call)
 
 
-def test_encoder_of_other_layers_gets_what_torch_would_pass():
+def test_encoder_of_other_layers_passes_the_arguments_of_torch():
     class Custom(torch.nn.TransformerEncoderLayer):
         def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
             seen.append((src_mask, src_key_padding_mask, is_causal))
@@ -298,10 +270,8 @@ def test_encoder_of_other_layers_gets_what_torch_would_pass():
     mask, padding = causal_bias(LEN_Q, torch.float32), torch.zeros(BATCH, LEN_Q)
     stack(torch.randn(LEN_Q, BATCH, EMBED), mask, padding)
     assert len(seen) == 2
-    for got_mask, got_padding, is_causal in seen:
-        assert got_mask is mask
-        assert got_padding is padding
-        assert is_causal is True
+    for got in seen:
+        assert got[0] is mask and got[1] is padding and got[2] is True
 
 
 def test_fused_layers_inside_a_torch_encoder_in_inference():
@@ -346,13 +316,3 @@ def test_transformer_unbatched():
     }
     args = (randn(LEN_K, EMBED), randn(LEN_Q, EMBED))
     check_against_torch(theirs, fnn.Transformer, args, call)
-
-
-def test_transformer_with_a_sequence_of_padding_alone():
-    ours = fnn.Transformer(EMBED, HEADS, 1, 1, 16, batch_first=True)
-    src, tgt = torch.randn(2, LEN_K, EMBED), torch.randn(2, LEN_Q, EMBED)
-    padding = torch.tensor([[False] * LEN_K, [True] * LEN_K])
-    out = ours(src, tgt, src_key_padding_mask=padding, memory_key_padding_mask=padding)
-    out.sum().backward()
-    assert out.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in ours.parameters())

@@ -31,11 +31,21 @@ MASKS = {
 
 @pytest.fixture
 def packings(monkeypatch):
+    """Return a list of the Packing of each run of a stack; None for a run that is not packed."""
     return recorded_packings(monkeypatch)
 
 
+@pytest.fixture
+def any_size():
+    """Allow data-dependent sizes in compiled graphs."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+    torch.compiler.reset()
+
+
 class Stack(Module):
-    """Wrapper that sets padded rows of torch's output to 0, and asserts that ours are already 0."""
+    """Encoder whose padded rows are 0: torch's are set to 0, and ours are asserted to be 0."""
 
     def __init__(self, encoder, ignored):
         super().__init__()
@@ -51,16 +61,28 @@ class Stack(Module):
         return out.masked_fill(rows[..., None], 0.0)
 
 
-def encoder(norm=True, dtype=torch.float64, **kwargs):
+def encoder(norm=True, dtype=torch.float64, embed=EMBED, heads=HEADS, **kwargs):
     layer = torch.nn.TransformerEncoderLayer(
-        EMBED, HEADS, 40, **{"dropout": 0.0, "dtype": dtype, "batch_first": True, **kwargs}
+        embed, heads, 40, **{"dropout": 0.0, "dtype": dtype, "batch_first": True, **kwargs}
     )
-    last = torch.nn.LayerNorm(EMBED, dtype=dtype) if norm else None
+    last = torch.nn.LayerNorm(embed, dtype=dtype) if norm else None
     return perturb(torch.nn.TransformerEncoder(layer, 2, last))
 
 
 def fused(stack):
     return fnn.TransformerEncoder.from_torch(copy.deepcopy(stack))
+
+
+def batch(batch_first=True, dtype=torch.float64):
+    return randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), EMBED, dtype=dtype)
+
+
+def padded(stack, *args, **kwargs):
+    """Run a stack without packing."""
+    stack.enable_nested_tensor = False
+    out = stack(*args, **kwargs)
+    stack.enable_nested_tensor = True
+    return out
 
 
 @pytest.mark.sampled(
@@ -80,48 +102,42 @@ def test_results_are_those_of_torch(kwargs, padding, mask, packings):
     ignored = IGNORED[padding]
     stack = Stack(encoder(norm=not kwargs, **kwargs), ignored)
     convert = SimpleNamespace(from_torch=lambda m: Stack(fused(m.encoder), m.ignored))
-    shape = (BATCH, LENGTH) if kwargs.get("batch_first", True) else (LENGTH, BATCH)
-    call = MASKS[mask]()
-    if padding == "left" and call:  # torch returns NaN for the first, fully masked queries
+    x, call = batch(kwargs.get("batch_first", True)), MASKS[mask]()
+    if padding == "left" and call:  # torch returns NaN for the first queries: all keys are masked
         call["mask"] = call["mask"].detach().clamp(min=-1e9)
         call.pop("is_causal", None)
-    check_against_torch(stack, convert, (randn(*shape, EMBED),), call)
-    moves = padding != "right" and mask not in ("none", "hint", "found")
-    moves |= padding == "left" and mask != "none"
-    assert packings and all((packing is None) == moves for packing in packings)
+    check_against_torch(stack, convert, (x,), call)
+    # A mask of positions prevents packing, unless padding is at the end.
+    refused = padding != "right" and mask not in ("none", "hint", "found")
+    refused |= padding == "left" and mask != "none"
+    assert packings and all((packing is None) == refused for packing in packings)
 
 
-def test_masks_of_relative_positions_are_packed(packings):
+def test_only_masks_of_relative_positions_are_packed(packings):
     stack = fused(encoder())
-    x = randn(BATCH, LENGTH, EMBED)
+    x = batch()
     ignored = IGNORED["right"]
     window = masks.sliding_window(2, 1) & masks.alibi(torch.rand(HEADS))
-    out = stack(x, window, ignored)
-    stack.enable_nested_tensor = False
-    torch.testing.assert_close(out[~ignored], stack(x, window, ignored)[~ignored])
-    stack.enable_nested_tensor = True
-    for other in (
-        masks.causal(align="bottom_right"),
-        masks.documents(torch.zeros(1, LENGTH).long()),
-    ):
-        stack(x, other, ignored)
+    out, expected = stack(x, window, ignored), padded(stack, x, window, ignored)
+    torch.testing.assert_close(out[~ignored], expected[~ignored])
+    stack(x, masks.causal(align="bottom_right"), ignored)
+    stack(x, masks.documents(torch.zeros(1, LENGTH).long()), ignored)
     assert len(packings) == 1 and packings[0] is not None
 
 
-def test_sequences_of_padding_alone():
+def test_sequences_of_only_padding():
     ignored = IGNORED["right"].clone()
     ignored[1] = True
     stack = fused(encoder())
-    x = randn(BATCH, LENGTH, EMBED)
+    x = batch()
     out = stack(x, src_key_padding_mask=ignored)
     out.sum().backward()
     assert not out[1].any()
     assert out.isfinite().all() and x.grad.isfinite().all() and not x.grad[ignored].any()
-    ignored[:] = True
-    assert not stack(x, src_key_padding_mask=ignored).any()
+    assert not stack(x, src_key_padding_mask=torch.ones_like(ignored)).any()
 
 
-def test_nan_in_padding_goes_nowhere():
+def test_nan_in_padding_has_no_effect():
     ignored = IGNORED["right"]
     stack = fused(encoder())
     x = randn(BATCH, LENGTH, EMBED, grad=False).masked_fill(ignored[..., None], float("nan"))
@@ -134,7 +150,7 @@ def test_nan_in_padding_goes_nowhere():
 
 def test_training_with_dropout():
     stack = fused(encoder(dropout=0.5, dtype=torch.float32)).train()
-    x, ignored = randn(BATCH, LENGTH, EMBED, dtype=torch.float32), IGNORED["right"]
+    x, ignored = batch(dtype=torch.float32), IGNORED["right"]
     outs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -147,34 +163,15 @@ def test_training_with_dropout():
 
 def test_autocast():
     stack = fused(encoder(dtype=torch.float32))
-    x, ignored = randn(BATCH, LENGTH, EMBED, dtype=torch.float32), IGNORED["right"]
-    outs = []
-    for packed in (True, False):
-        stack.enable_nested_tensor = packed
-        with torch.autocast("cpu", torch.bfloat16):
-            outs.append(stack(x, src_key_padding_mask=ignored)[~ignored])
-    assert outs[0].dtype == outs[1].dtype
-    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)
+    x, ignored = batch(dtype=torch.float32), IGNORED["right"]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stack(x, src_key_padding_mask=ignored)
+        expected = padded(stack, x, src_key_padding_mask=ignored)
+    torch.testing.assert_close(out[~ignored], expected[~ignored], rtol=0.05, atol=0.05)
 
 
-class Own(fnn.TransformerEncoderLayer):
+class Custom(fnn.TransformerEncoderLayer):
     """Subclass that a user defines."""
-
-
-def _nothing(*args):
-    return None
-
-
-def _hooked(stack):
-    stack.layers[1].linear1.register_forward_hook(_nothing)
-
-
-def _own_layer(stack):
-    stack.layers[0].__class__ = Own
-
-
-def _own_linear(stack):
-    stack.layers[0].linear1 = torch.nn.Sequential(stack.layers[0].linear1)
 
 
 class Centered(torch.nn.Linear):
@@ -184,39 +181,42 @@ class Centered(torch.nn.Linear):
         return super().forward(x - x.mean(-2, keepdim=True))
 
 
+def _hooked(stack):
+    stack.layers[1].linear1.register_forward_hook(lambda *_: None)
+
+
+def _custom_layer(stack):
+    stack.layers[0].__class__ = Custom
+
+
+def _custom_linear(stack):
+    stack.layers[0].linear1 = torch.nn.Sequential(stack.layers[0].linear1)
+
+
 def _mixing_linear(stack):
     stack.layers[0].linear1.__class__ = Centered
 
 
-def _own_method(stack):
+def _mixing_method(stack):
     stack.layers[0]._feed_forward = lambda x: x.mean(1, keepdim=True).expand_as(x)
 
 
-@pytest.mark.parametrize("change", [_mixing_linear, _own_method])
-def test_tokens_that_are_mixed_stay_in_their_sequences(change, packings):
-    stack, ignored = fused(encoder(norm=False)), IGNORED["right"]
-    change(stack)
-    x = randn(BATCH, LENGTH, EMBED)
-    out = stack(x, src_key_padding_mask=ignored)
-    stack.enable_nested_tensor = False
-    assert not packings
-    torch.testing.assert_close(out[~ignored], stack(x, src_key_padding_mask=ignored)[~ignored])
-
-
-@pytest.mark.parametrize("change", [_hooked, _own_layer, _own_linear])
+@pytest.mark.parametrize(
+    "change", [_hooked, _custom_layer, _custom_linear, _mixing_linear, _mixing_method]
+)
 def test_customized_stacks_are_not_packed(change, packings):
-    stack = fused(encoder(norm=False))
-    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
-    expected = stack(x, src_key_padding_mask=ignored)
+    stack, x, ignored = fused(encoder(norm=False)), batch(), IGNORED["right"]
     change(stack)
-    torch.testing.assert_close(stack(x, src_key_padding_mask=ignored), expected)
-    assert len(packings) == 1
+    out = stack(x, src_key_padding_mask=ignored)
+    assert not packings
+    expected = padded(stack, x, src_key_padding_mask=ignored)
+    torch.testing.assert_close(out[~ignored], expected[~ignored])
 
 
 def test_global_hooks_prevent_packing(packings):
-    handle = torch.nn.modules.module.register_module_forward_hook(_nothing)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=IGNORED["left"])
+        out = fused(encoder())(batch(), src_key_padding_mask=IGNORED["left"])
     finally:
         handle.remove()
     assert not packings and not out[IGNORED["left"]].any()
@@ -225,7 +225,7 @@ def test_global_hooks_prevent_packing(packings):
 def test_enable_nested_tensor_turns_packing_off(packings):
     stack, ignored = encoder(), IGNORED["right"]
     stack.enable_nested_tensor = False
-    x = randn(BATCH, LENGTH, EMBED)
+    x = batch()
     out, expected = (s(x, src_key_padding_mask=ignored) for s in (fused(stack), stack))
     assert not packings
     torch.testing.assert_close(out, expected)
@@ -234,34 +234,30 @@ def test_enable_nested_tensor_turns_packing_off(packings):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 @pytest.mark.parametrize("norm", [True, False])
 def test_padded_rows_of_inference_are_those_of_torch(norm, dtype):
-    """Without packing, padded rows are those of torch's inference path for any type of mask."""
+    """Without packing, padded rows equal those of torch's inference path for any mask dtype."""
     ignored = IGNORED["right"]
     call = ignored if dtype == torch.bool else torch.zeros_like(ignored, dtype=dtype)
     call = call.masked_fill(ignored, 1 if dtype == torch.bool else -torch.inf)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
-    last = torch.nn.LayerNorm(8, dtype=torch.float64) if norm else None
-    stack = perturb(torch.nn.TransformerEncoder(layer, 2, last)).eval()
-    own = fused(stack)
-    own.enable_nested_tensor = False
-    x = randn(BATCH, LENGTH, 8)
+    stack, x = encoder(norm, embed=8, heads=2).eval(), randn(BATCH, LENGTH, 8)
     with torch.no_grad():
-        torch.testing.assert_close(*(s(x, src_key_padding_mask=call) for s in (own, stack)))
+        out = padded(fused(stack), x, src_key_padding_mask=call)
+        torch.testing.assert_close(out, stack(x, src_key_padding_mask=call))
 
 
-def test_training_packs_without_gradients_too(packings, monkeypatch):
-    """Reentrant checkpoints run the forward without gradients; its dropout must be repeated."""
+def test_training_without_gradients_is_packed(packings, monkeypatch):
+    """In training mode, batches are packed without gradients too, as in reentrant checkpoints."""
     limits = small_calls.limits._replace(packing_forward=1 << 40)
     monkeypatch.setattr(small_calls, "limits", limits)
-    stack, x = fused(encoder()), randn(BATCH, LENGTH, EMBED)
+    stack, x = fused(encoder()), batch()
     for training in (True, False):
         with torch.no_grad():
             stack.train(training)(x, src_key_padding_mask=IGNORED["right"])
         assert len(packings) == 1
 
 
-def test_hooks_see_the_masks_of_the_call():
-    """Hooks on layers and attention get the masks that were passed to the stack."""
-    stack, x, seen = fused(encoder()), randn(BATCH, LENGTH, EMBED), []
+def test_hooks_get_the_masks_of_the_call():
+    """Hooks of layers and attention get the padding mask that was passed to the stack."""
+    stack, x, seen = fused(encoder()), batch(), []
 
     def note(module, args, kwargs):
         seen.extend(v for k, v in kwargs.items() if k.endswith("key_padding_mask"))
@@ -269,32 +265,30 @@ def test_hooks_see_the_masks_of_the_call():
     stack.layers[1].register_forward_pre_hook(note, with_kwargs=True)
     stack.layers[1].self_attn.register_forward_pre_hook(note, with_kwargs=True)
     stack(x, src_key_padding_mask=IGNORED["left"])
-    assert all(torch.equal(mask, IGNORED["left"]) for mask in seen) and len(seen) == 2
+    assert len(seen) == 2 and all(torch.equal(mask, IGNORED["left"]) for mask in seen)
 
 
 def test_little_padding_is_not_packed(packings):
     ignored = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     ignored[0, -1] = True
-    out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=ignored)
+    out = fused(encoder())(batch(), src_key_padding_mask=ignored)
     assert not packings and not out[0, -1].any()
 
 
-@pytest.fixture
-def any_size():
-    """Allow data-dependent sizes in compiled graphs within the test."""
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        yield
-    torch.compiler.reset()
-
-
-def test_compiled_stacks_are_padded_and_equal():
+def test_compiled_stacks_are_not_packed_by_default():
     stack, backend = fused(encoder()), Recorded()
-    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
+    x, ignored = batch(), IGNORED["right"]
     compiled = torch.compile(stack, fullgraph=True, backend=backend)
     expected = stack(x, src_key_padding_mask=ignored)
     torch.testing.assert_close(compiled(x, src_key_padding_mask=ignored), expected)
     assert not backend.packs()
+
+
+def trained(stack, module, x, call):
+    """Return the output of a module, and the gradients of a loss for x and the stack."""
+    out = module(x, **call)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad((out * weight).sum(), (x, *stack.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -305,23 +299,15 @@ def test_compiled_stacks_are_padded_and_equal():
         pytest.param(False, False, True, marks=pytest.mark.thorough),
     ],
 )
-def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
-    is_causal, batch_first, dynamic, any_size
-):
+def test_compiled_stacks_are_packed_with_dynamic_sizes(is_causal, batch_first, dynamic, any_size):
     """With data-dependent sizes, full graphs pack and match the uncompiled stack."""
     stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
     compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
     whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     for ignored in (*IGNORED.values(), ~whole, whole):
-        x = randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), EMBED)
         call = {"src_key_padding_mask": ignored, **MASKS["hint" if is_causal else "none"]()}
-        results = []
-        for module in (stack, compiled):
-            out = module(x, **call)
-            weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-            grads = torch.autograd.grad((out * weight).sum(), (x, *stack.parameters()))
-            results.append((out, *grads))
-        torch.testing.assert_close(results[1], results[0])
+        case = batch(batch_first), call
+        torch.testing.assert_close(trained(stack, compiled, *case), trained(stack, stack, *case))
     assert backend.packs()
 
 
@@ -340,13 +326,8 @@ def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
         call = {"src_key_padding_mask": torch.arange(LENGTH) >= torch.tensor(lengths)[:, None]}
         if with_mask:
             call["mask"] = torch.linspace(-1, 1, LENGTH**2, dtype=x.dtype).view(LENGTH, LENGTH)
-        results = []
-        for module in (stack, compiled):
-            out = module(x, **call)
-            results.append(
-                (out, *torch.autograd.grad(out.square().sum(), (x, *stack.parameters())))
-            )
-        torch.testing.assert_close(results[1], results[0])
+        expected = trained(stack, stack, x, call)
+        torch.testing.assert_close(trained(stack, compiled, x, call), expected)
         graphs.append(len(backend.graphs))
     assert len(packings) == 8, "neither module packs a batch without padding"
     assert graphs[-1] == graphs[2], graphs
@@ -357,27 +338,27 @@ def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
 def test_compiled_packing_with_dropout(any_size):
     stack = fused(encoder(dropout=0.5))
     compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
-    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
+    x, ignored = batch(), IGNORED["right"]
     first, second = (compiled(x, src_key_padding_mask=ignored) for _ in range(2))
     assert not torch.equal(first, second)
     assert not first[ignored].any()
 
 
 @pytest.mark.sampled("one reason is enough for make test", why=["mask", "hooks"])
-@pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
-def test_graphs_that_keep_the_padding(why, any_size):
-    """Compiled graphs do not pack with an (L, L) mask, with a hook, or if packing is turned off.
+@pytest.mark.parametrize("why", ["mask", "disabled", "hooks"])
+def test_graphs_that_are_not_packed(why, any_size):
+    """Compiled graphs do not pack with an (L, L) mask, with a hook, or if packing is disabled.
 
     With an (L, L) mask, packing requires padding at the end, which a graph cannot check.
     """
     stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
     if why == "mask":
         call["mask"] = randn(LENGTH, LENGTH)
-    elif why == "turned off":
+    elif why == "disabled":
         stack.enable_nested_tensor = False
     else:
         stack.layers[0].norm1.register_forward_hook(lambda module, args, out: out)
-    x = randn(BATCH, LENGTH, EMBED)
+    x = batch()
     compiled = torch.compile(stack, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x, **call), stack(x, **call))
     assert not backend.packs()
@@ -385,7 +366,7 @@ def test_graphs_that_keep_the_padding(why, any_size):
 
 def test_exported_graphs_are_not_packed(any_size):
     stack, call = fused(encoder()).eval(), {"src_key_padding_mask": IGNORED["right"]}
-    x = randn(BATCH, LENGTH, EMBED)
+    x = batch()
     for strict in (True, False):
         graph = torch.export.export(stack, (x,), call, strict=strict)
         assert not any("nonzero" in str(node.target) for node in graph.graph.nodes)
@@ -399,7 +380,7 @@ def test_meta_tensors():
     assert out.shape == x.shape
 
 
-def test_unbatched_masks_do_not_change_the_rank():
+def test_unbatched_inputs():
     stack, x = fused(encoder()), randn(LENGTH, EMBED)
     outs = [stack(x, src_key_padding_mask=IGNORED["right"][i]) for i in (0, slice(0, 1))]
     assert outs[0].shape == outs[1].shape == x.shape
@@ -408,10 +389,9 @@ def test_unbatched_masks_do_not_change_the_rank():
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
-def test_a_padding_mask_of_another_shape(shape, batch_first):
-    """A padding mask of the wrong shape is an error, even with the correct number of elements."""
-    src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
+def test_padding_mask_of_the_wrong_shape(shape, batch_first):
+    """A wrong shape of the padding mask is an error, even with the correct number of elements."""
     ignored = torch.zeros(shape, dtype=torch.bool)
     ignored[:, 1:] = True
     with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(N, S\) = \(3, 9\)"):
-        fused(encoder(batch_first=batch_first))(src, src_key_padding_mask=ignored)
+        fused(encoder(batch_first=batch_first))(batch(batch_first), src_key_padding_mask=ignored)

@@ -88,9 +88,7 @@ def test_masks(name, average, backend):
 
 
 @pytest.mark.thinned("averaged weights run in bfloat16", average=[False], dtype=[torch.bfloat16])
-@pytest.mark.thinned(
-    "float32 covers them", dtype=[torch.bfloat16], bias=[(4, 1, 150), (33, 1)]
-)
+@pytest.mark.thinned("float32 covers them", dtype=[torch.bfloat16], bias=[(4, 1, 150), (33, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @AVERAGE

@@ -63,7 +63,7 @@ def graph_cases():
 CASES = sorted(graph_cases())
 
 
-@pytest.mark.sampled("the other cases cover its layers", case=["transformer"])
+@pytest.mark.sampled("the other cases cover these layers", case=["transformer"])
 @pytest.mark.parametrize(
     ("case", "compiler"),
     [
@@ -123,7 +123,7 @@ def test_compile_with_dropout():
     ],
 )
 def test_export_with_dropout(backend, strict):
-    """An encoder exported in training mode draws new dropout at each call, for several sizes."""
+    """An exported encoder in training mode draws a new dropout mask per call, for several sizes."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=1)
     fused_attn.swap_modules(model)
@@ -138,9 +138,9 @@ def test_export_with_dropout(backend, strict):
     with fused_attn.use_backend(backend):
         exported = torch.export.export(model, (), example, dynamic_shapes=shapes, strict=strict)
         for batch, length in ((2, 5), (3, 9), (4, 4)):
-            given = inputs(batch, length)
-            first, second = (exported.module()(**given) for _ in range(2))
-            assert first.shape == given["src"].shape and first.isfinite().all()
+            call = inputs(batch, length)
+            first, second = (exported.module()(**call) for _ in range(2))
+            assert first.shape == call["src"].shape and first.isfinite().all()
             assert not torch.equal(first, second), "the program replays one dropout mask"
 
 
@@ -149,7 +149,7 @@ def test_export_with_dropout(backend, strict):
     [*((case, False) for case in CASES), ("attention", True), ("encoder", True)],
 )
 def test_export(case, strict):
-    """An exported program has the outputs of the module, and can be trained like it."""
+    """An exported program has the outputs and gradients of the module."""
     module, args, kwargs = graph_cases()[case]
     module = perturb(module.double()).eval()
     detach = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
@@ -157,8 +157,7 @@ def test_export(case, strict):
     assert_equal_in_float64(run(program.module(), args, kwargs), run(module, args, kwargs))
 
 
-def test_a_compiled_padded_encoder_warns_of_no_cache(recwarn):
-    """Dynamo does not warn about functools.lru_cache when an encoder with padding is compiled."""
+def test_compiled_padded_encoders_do_not_warn_about_caches(recwarn):
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 1)
     fused_attn.swap_modules(encoder)
     padded = torch.arange(9) >= torch.tensor([[9], [5]])

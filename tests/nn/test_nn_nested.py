@@ -1,4 +1,4 @@
-"""fused_attn.nn on nested tensors with empty sequences, and on batches without real tokens."""
+"""fused_attn.nn on nested tensors with empty sequences, and on batches of only padding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def modules():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name", modules())
-def test_each_sequence_is_as_by_itself(name, lengths, layout):
+def test_sequences_do_not_affect_each_other(name, lengths, layout):
     if layout == "jagged" and not lengths:
         pytest.skip("reason: torch cannot create a jagged tensor without sequences")
     module = modules()[name]
@@ -59,7 +59,7 @@ def test_residuals_of_jagged_tensors():
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 0), (0, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_padded_batches_without_a_token(batch_first, shape):
+def test_batches_of_only_padding(batch_first, shape):
     layer = fnn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=batch_first)
     src = torch.randn(*(shape if batch_first else shape[::-1]), WIDTH, requires_grad=True)
     out = fnn.TransformerEncoder(layer, 2)(src, src_key_padding_mask=torch.full(shape, True))

@@ -24,10 +24,10 @@ def attention(**kwargs):
     return theirs, fnn.MultiheadAttention.from_torch(theirs)
 
 
-def test_need_weights_with_a_sequence_of_padding_alone():
-    """If all keys of a sequence are padding, fused_attn returns out_proj's bias and zero weights.
+def test_need_weights_with_a_sequence_of_only_padding():
+    """With all keys padded, fused_attn returns out_proj's bias and zero weights; torch, NaN.
 
-    torch returns NaN, and a loss on only the other sequence of the batch also has NaN gradients.
+    In torch, even a loss on only the other sequence of the batch has NaN gradients.
     """
     theirs, ours = attention()
     x = torch.randn(BATCH, LENGTH, EMBED)
@@ -46,7 +46,7 @@ def test_need_weights_with_a_sequence_of_padding_alone():
 
 
 @pytest.mark.parametrize("kind", ["attention", "layer"])
-def test_a_sequence_of_padding_alone_in_training_and_in_inference(kind):
+def test_a_sequence_of_only_padding_in_inference(kind):
     """With all keys padded, torch's inference fast path returns NaN; its slow path does not.
 
     fused_attn returns the same numbers in inference and with gradients.
@@ -117,7 +117,7 @@ def test_padded_rows_of_an_encoder():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["attn_mask", "key_padding_mask"])
 def test_float32_mask_with_half_query(which, dtype):
-    """torch refuses float32 masks for 16-bit queries with need_weights; fused_attn adds them."""
+    """With need_weights, torch rejects float32 masks of 16-bit queries; fused_attn accepts them."""
     theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
     shape = (LENGTH, LENGTH) if which == "attn_mask" else (BATCH, LENGTH)
     args = (randn(BATCH, LENGTH, EMBED, dtype=dtype),) * 3

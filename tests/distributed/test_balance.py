@@ -1,4 +1,4 @@
-"""Balanced distribution of positions over ranks."""
+"""Shardings that balance the work of the ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fused_attn.distributed.sharding import MAX_RUNS
 from fused_attn.distributed.visible_keys import VisibleKeys
 from fused_attn.masks.spec import spec_of_mask
 
-LENGTH, LONGEST = 2**20, 2**17  # tokens of a sequence, and of a document at most (as Llama 3.1)
+LENGTH, LONGEST = 2**20, 2**17  # tokens of a sequence and of the longest document (Llama 3.1)
 LIMIT = 1.05  # largest work of a rank, relative to the mean of all ranks
 
 
 def document_lengths(length, median, sigma, seed):
-    """Return random log-normal lengths of documents (Downey 2001, on the sizes of files)."""
+    """Return random document lengths, log-normal like file sizes (Downey 2001)."""
     generator = np.random.default_rng(seed)
     drawn = generator.lognormal(np.log(median), sigma, size=length).clip(1, LONGEST).astype(int)
     ends = np.cumsum(drawn)
@@ -40,9 +40,13 @@ def packed_documents(lengths):
     return masks.causal() & masks.documents(ids[None])
 
 
+def visible_keys(mask, length, batch=1):
+    shape = batch, 1, length, length
+    return VisibleKeys(spec_of_mask(mask, *shape, torch.device("cpu")), shape)
+
+
 def work_of(mask, length, batch=1):
-    spec = spec_of_mask(mask, batch, 1, length, length, torch.device("cpu"))
-    return VisibleKeys(spec, (batch, 1, length, length)).work
+    return visible_keys(mask, length, batch).work
 
 
 @pytest.mark.parametrize(
@@ -58,23 +62,22 @@ def test_packed_causal_documents_are_balanced(ranks, median, sigma):
 
 
 @pytest.mark.parametrize("ranks", [8, 32, 128, 512])
-def test_simple_masks_keep_the_shardings_that_suit_them(ranks):
+def test_zigzag_for_causal_masks_and_contiguous_for_windows(ranks):
     causal = balanced_sharding(masks.causal(), LENGTH, ranks)
     assert causal == Sharding.zigzag(LENGTH, ranks)
     for mask in (None, masks.sliding_window(1024)):
         assert balanced_sharding(mask, LENGTH, ranks) == Sharding.contiguous(LENGTH, ranks)
 
 
-def test_packed_sequences_are_like_documents():
+def test_packed_sequences_are_balanced_like_documents():
     lengths = document_lengths(2**16, 300, 1.5, seed=1)
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     packed = balanced_sharding(None, 2**16, 16, is_causal=True, cu_seqlens=starts)
     assert packed == balanced_sharding(packed_documents(lengths), 2**16, 16)
-    work = work_of(packed_documents(lengths), 2**16)
-    assert imbalance(work, packed) <= LIMIT
+    assert imbalance(work_of(packed_documents(lengths), 2**16), packed) <= LIMIT
 
 
-def test_work_of_a_batch_is_added_up():
+def test_work_is_summed_over_the_batch():
     generator = np.random.default_rng(3)
     lengths = torch.from_numpy(generator.integers(100, 4096, 6))
     mask = masks.causal() & masks.padding(lengths)
@@ -84,7 +87,7 @@ def test_work_of_a_batch_is_added_up():
     assert imbalance(work, sharding) <= LIMIT
 
 
-def test_key_masks_and_dense_masks_count():
+def test_work_with_key_masks_and_dense_masks():
     seen = torch.arange(512) % 7 < 3
     mask = masks.causal() & masks.dense(seen[None, None, None])
     dense = seen & torch.ones(512, 512, dtype=torch.bool).tril()
@@ -102,9 +105,10 @@ PARTITIONS = [
 
 @pytest.mark.parametrize(("length", "name"), PARTITIONS)
 def test_every_position_has_one_rank(length, name):
-    """The runs contain each position once (Sharding checks this), and each rank's are sorted.
+    """Ranks get sorted runs, and row counts that differ by at most chunk_size.
 
-    The row counts of ranks differ by at most chunk_size, or length / ranks if that is None.
+    The constructor of Sharding checks that the runs contain each position once. Without chunk_size,
+    the row counts differ by at most length / ranks.
     """
     mask = MASKS[name](2, 4, length, length)
     for ranks, chunk_size in ((1, None), (3, None), (8, None), (3, 8), (8, 24)):
@@ -116,28 +120,26 @@ def test_every_position_has_one_rank(length, name):
         rows = [sharding.rows(rank) for rank in range(ranks)]
         assert (sharding.length, sharding.ranks) == (length, ranks)
         assert max(rows) - min(rows) <= (chunk_size or max(length // ranks, 1))
-        starts = [run.start for own in sharding.runs for run in own]
-        assert all(list(own) == sorted(own, key=lambda r: r.start) for own in sharding.runs)
+        starts = [[run.start for run in runs] for runs in sharding.runs]
+        assert starts == list(map(sorted, starts))
         if chunk_size is not None or length >= 16 * 64 * ranks:
-            assert not any(start % 8 for start in starts)
+            assert not any(start % 8 for start in itertools.chain(*starts))
 
 
 def test_keys_of_the_same_document_stay_together():
-    """Ranks receive less than 70 % of the keys that a sharding by work alone would send."""
+    """Ranks receive fewer than 70 % of the keys that they would with a sharding by work only."""
     lengths = document_lengths(2**16, 1000, 1.5, seed=4)
     mask = packed_documents(lengths)
-    visible = VisibleKeys(
-        spec_of_mask(mask, 1, 1, 2**16, 2**16, torch.device("cpu")), (1, 1, 2**16, 2**16)
-    )
+    visible = visible_keys(mask, 2**16)
 
     def received(sharding):
         plans = [plan_of(sharding, sharding, rank, visible) for rank in range(16)]
         return sum(len(rows) for plan in plans for step in plan.steps[1:] for rows in step.wanted)
 
     order = visible.work.view(-1, 256).sum(1).argsort(descending=True, stable=True)
-    dealt_blindly = [[range(c * 256, (c + 1) * 256) for c in order[r::16].sort()[0].tolist()]
-                     for r in range(16)]  # fmt: skip
-    assert received(balanced_sharding(mask, 2**16, 16)) < 0.7 * received(Sharding(dealt_blindly))
+    by_work = [[range(c * 256, (c + 1) * 256) for c in order[r::16].sort()[0].tolist()]
+               for r in range(16)]  # fmt: skip
+    assert received(balanced_sharding(mask, 2**16, 16)) < 0.7 * received(Sharding(by_work))
 
 
 SCRIPT = """
@@ -150,9 +152,9 @@ result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask
 """
 
 
-def test_all_processes_compute_the_same():
+def test_all_processes_compute_the_same_sharding():
     """The sharding does not depend on the hash seed or the number of threads."""
-    here: dict[str, str] = {}
+    here = {}
     exec(SCRIPT, here)  # with the default number of threads
     command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]
     env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
@@ -160,8 +162,8 @@ def test_all_processes_compute_the_same():
     assert done.stdout.strip() == here["result"] and "(0, " in here["result"]
 
 
-def test_a_million_positions_take_a_second():
-    """Balancing a million positions takes less time than 40 million Python additions, 2 to 3 s."""
+def test_time_for_a_million_positions():
+    """Balancing a million positions takes less time than 40 million Python additions (2 to 3 s)."""
     mask = packed_documents(document_lengths(LENGTH, 1000, 1.5, seed=0))
     ratios = []
     for _ in range(3):

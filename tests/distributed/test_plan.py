@@ -1,4 +1,4 @@
-"""Masks restricted to a part of a call, and plans of ring attention, against dense masks."""
+"""Masks of some heads and positions, and plans of ring attention, against dense masks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ CPU = torch.device("cpu")
 
 
 def spec_of(mask, shape):
-    return spec_of_mask(mask, *shape, torch.device("cpu"))
+    return spec_of_mask(mask, *shape, CPU)
+
+
+def plans_of(shardings, lookup, **options):
+    ranks = range(shardings[0].ranks)
+    return [plan_of(*shardings, rank, lookup, **options) for rank in ranks]
 
 
 def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
-    """Return visible pairs and score bias as full tensors; the bias is 0 for masked pairs."""
+    """Return visibility and score bias as full tensors; the bias is 0 for masked pairs."""
     sizes = batch, heads, seqlen_q, seqlen_k
     visible, bias = materialize(spec, *sizes, CPU, torch.float64)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
@@ -39,15 +44,16 @@ def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
 
 def numbers(count, most):
     """Return the indices of `most` random problems; all after the first `count` are thorough."""
-    return [
-        *range(count),
-        *(pytest.param(n, marks=pytest.mark.thorough) for n in range(count, most)),
-    ]
+    thorough = [pytest.param(n, marks=pytest.mark.thorough) for n in range(count, most)]
+    return [*range(count), *thorough]
 
 
 def random_range(draw, length):
-    a, b = sorted(draw.sample(range(length + 1), 2))
-    return range(a, b)
+    return range(*sorted(draw.sample(range(length + 1), 2)))
+
+
+def slice_of(rows):
+    return slice(rows.start, rows.stop)
 
 
 def random_sharding(draw, length, ranks):
@@ -69,52 +75,40 @@ def test_mask_of_positions_and_heads(number):
     visible, bias = dense_of(spec, *shape)
     q, k = random_range(draw, shape[2]), random_range(draw, shape[3])
     heads = random_range(draw, shape[1]) if shape[1] > 1 else range(1)
-    own = of_heads(spec, slice(heads.start, heads.stop))
     for rows, columns in split_at_overlap(q, k) if mask.prefixes else [(q, k)]:
-        part = of_positions(own, rows, columns)
-        got = dense_of(part, shape[0], len(heads), len(rows), len(columns))
-        at = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop),
-              slice(columns.start, columns.stop))  # fmt: skip
-        torch.testing.assert_close(got[0], visible[at])
-        torch.testing.assert_close(got[1], bias[at], rtol=1e-6, atol=1e-6)
+        part = of_positions(of_heads(spec, slice_of(heads)), rows, columns)
+        sizes = shape[0], len(heads), len(rows), len(columns)
+        got_visible, got_bias = dense_of(part, *sizes)
+        at = (slice(None), *map(slice_of, (heads, rows, columns)))
+        expected = visible[at].clone()
+        torch.testing.assert_close(got_visible, expected)
+        torch.testing.assert_close(got_bias, bias[at], rtol=1e-6, atol=1e-6)
         if not mask.prefixes:
-            sizes = shape[0], len(rows), len(columns)
-            less = without_first_keys(part, 2, sizes, CPU)
-            seen = dense_of(less, shape[0], len(heads), len(rows), len(columns))[0]
-            expected = visible[at].clone()
+            fewer = without_first_keys(part, 2, (shape[0], len(rows), len(columns)), CPU)
             expected[..., :2] = False
-            torch.testing.assert_close(seen, expected)
+            torch.testing.assert_close(dense_of(fewer, *sizes)[0], expected)
 
 
 @pytest.mark.parametrize("number", numbers(60, 150))
-def test_plan_covers_what_is_visible_once(number):
+def test_plan_computes_visible_pairs_once(number):
     draw = random.Random(number)
     shape = draw.choice([1, 2]), 2, draw.randint(8, 60), draw.randint(8, 60)
     mask = drawn_mask(number, (*STRUCTURED, *OTHERS), shape)
     spec, ranks = spec_of(mask, shape), draw.choice([2, 3, 5])
     shardings = tuple(random_sharding(draw, length, ranks) for length in shape[2:])
-    lookup = VisibleKeys(spec, shape)
-    prefix = bool(mask.prefixes)
+    prefix, lookup = bool(mask.prefixes), VisibleKeys(spec, shape)
     dropout = draw.random() < 0.3 and not prefix
-    plans = [
-        plan_of(*shardings, rank, lookup, prefix=prefix, dropout=dropout) for rank in range(ranks)
-    ]
+    plans = plans_of(shardings, lookup, prefix=prefix, dropout=dropout)
     count = covered(plans, shardings, shape[2:])
     visible = dense_of(spec, *shape)[0].any(0).any(0)
     assert count.max() <= 1, "computed twice"
     assert bool((count[visible] == 1).all()), "not computed"
     if dropout or prefix or not intervals_of(spec, shape, CPU).exact:
         return
-    for plan in plans:  # in each block, some query attends to the first key, and some to the last
-        for step in plan.steps:
-            for block in step.blocks:
-                seen = visible[slice_of(block.queries.positions)][:, slice_of(block.keys.positions)]
-                assert seen[:, 0].any()
-                assert seen[:, -1].any()
-
-
-def slice_of(rows):
-    return slice(rows.start, rows.stop)
+    for block in (block for plan in plans for step in plan.steps for block in step.blocks):
+        seen = visible[slice_of(block.queries.positions)][:, slice_of(block.keys.positions)]
+        assert seen[:, 0].any(), "no query attends to the first key of the block"
+        assert seen[:, -1].any(), "no query attends to the last key of the block"
 
 
 @pytest.mark.parametrize(
@@ -147,11 +141,8 @@ def test_plan_of_packed_sequences(number):
     starts = tuple(t.tolist() for t in (spec.cu_seqlens_q, spec.cu_seqlens_k))
     ranks = draw.choice([2, 4])
     shardings = tuple(random_sharding(draw, length, ranks) for length in shape[2:])
-    lookup = VisibleKeys(spec, shape)
     prefix = spec.bounds is not None and bool((spec.bounds[:, 6] > 0).any())
-    plans = [
-        plan_of(*shardings, rank, lookup, starts=starts, prefix=prefix) for rank in range(ranks)
-    ]
+    plans = plans_of(shardings, VisibleKeys(spec, shape), starts=starts, prefix=prefix)
     count = covered(plans, shardings, shape[2:], starts)
     assert count.max() <= 1
     assert bool((count[visible.any(0).any(0)] == 1).all())
@@ -177,20 +168,18 @@ def test_only_visible_keys_are_received(mask, most):
     """Ranks receive half of the keys with a causal mask, at most 10 % with windows or documents."""
     length, ranks = 1024, 8
     spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
-    sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))
-    plans = [plan_of(sharding, sharding, rank, lookup) for rank in range(ranks)]
+    sharding = Sharding.contiguous(length, ranks)
+    plans = plans_of((sharding, sharding), VisibleKeys(spec, (1, 1, length, length)))
     received = sum(len(r) for plan in plans for step in plan.steps[1:] for r in step.wanted)
     share = received / (length * (ranks - 1))
     assert share == pytest.approx(most) if most in (0.5, 1.0) else share <= most
 
 
 def test_shardings_are_partitions():
-    for wrong, message in (
-        ([[range(3)], [range(4, 6)]], "but 3 is missing"),
-        ([[range(3)], [range(2, 6)]], "2 is repeated"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Sharding(wrong)
+    with pytest.raises(ValueError, match="but 3 is missing"):
+        Sharding([[range(3)], [range(4, 6)]])
+    with pytest.raises(ValueError, match="2 is repeated"):
+        Sharding([[range(3)], [range(2, 6)]])
     with pytest.raises(ValueError, match="at most 256 runs"):
         Sharding.of_positions([torch.arange(0, 1000, 2), torch.arange(1, 1000, 2)])
     zigzag = Sharding.zigzag(20, 3)
@@ -198,18 +187,14 @@ def test_shardings_are_partitions():
     assert zigzag.merged(3).runs == ((range(20),),)
 
 
-def test_prefix_with_dropout_needs_runs_at_multiples_of_8():
-    lookup = VisibleKeys(
-        spec_of(masks.prefix_lm(torch.tensor([9])), (1, 1, 40, 40)), (1, 1, 40, 40)
-    )
-    for lengths, fits in (([16, 24], True), ([17, 23], False)):
-        sharding = Sharding.of_lengths(lengths)
-        for rank in range(2):
-            if fits:
-                plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
-                continue
-            with pytest.raises(ValueError, match="begin at a multiple of 8"):
-                plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
+def test_prefix_with_dropout_requires_runs_at_multiples_of_8():
+    shape = 1, 1, 40, 40
+    lookup = VisibleKeys(spec_of(masks.prefix_lm(torch.tensor([9])), shape), shape)
+    aligned, unaligned = Sharding.of_lengths([16, 24]), Sharding.of_lengths([17, 23])
+    for rank in range(2):
+        plan_of(aligned, aligned, rank, lookup, prefix=True, dropout=True)
+        with pytest.raises(ValueError, match="begin at a multiple of 8"):
+            plan_of(unaligned, unaligned, rank, lookup, prefix=True, dropout=True)
 
 
 def test_sizes_of_a_mask():

@@ -24,6 +24,7 @@ from fused_attn.distributed import Sharding
 
 BATCH, HEADS, HEADS_KV, LENGTH, LENGTH_K, HEAD_DIM = 2, 4, 2, 61, 44, 16
 RANKS = 4
+TYPES = torch.float32, torch.bfloat16
 METHODS = {"ring": ("ring", (4,)), "all_to_all": ("all_to_all", (4,)), "hybrid": ("ring", (2, 2))}
 
 
@@ -50,22 +51,27 @@ def assert_right(ranks, case, dtype, bias=None, lengths=(LENGTH, LENGTH), head_d
 
 
 def case_of(method, number, mask, lengths=(LENGTH, LENGTH), **options):
-    name, mesh = METHODS[method]
     queries = shardings(number, lengths[0])
     keys = queries if lengths[0] == lengths[1] else shardings(number + 1, lengths[1])
-    return Case(name, mesh, (queries, keys), mask, enable_gqa=True, **options)
+    return Case(*METHODS[method], (queries, keys), mask, enable_gqa=True, **options)
 
 
-def one_of(first, second, number):
-    """Return `first` for even numbers and `second` for odd ones."""
-    return second if number % 2 else first
+def sharded_case(method, sharding, mask, **options):
+    return Case(*METHODS[method], (sharding, sharding), mask, enable_gqa=True, **options)
+
+
+def random_inputs(dtype=torch.float32):
+    """Return the tensors that `run_on_rank` takes, and random gradients of out and lse."""
+    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
+    given = [*(t.to(dtype) for t in tensors.values()), None]
+    return given, torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(name, method, ranks):
     number = list(MASKS).index(name)
-    dtype = one_of(torch.float32, torch.bfloat16, number + list(METHODS).index(method))
+    dtype = TYPES[(number + list(METHODS).index(method)) % 2]
     mask = MASKS[name](BATCH, HEADS, LENGTH, LENGTH)
     assert_right(ranks, case_of(method, number, mask), dtype)
 
@@ -85,8 +91,8 @@ def test_pairs_of_masks(first, second, ranks):
     if {first, second} == {"alibi", "alibi_batch"}:
         pytest.skip("reason: combined ALiBi masks must have the same align")
     number = list(MASKS).index(first) + list(MASKS).index(second)
-    dtype, method = one_of(torch.float32, torch.bfloat16, number), list(METHODS)[number % 3]
-    assert_right(ranks, case_of(method, number, mask & other), dtype)
+    method = list(METHODS)[number % 3]
+    assert_right(ranks, case_of(method, number, mask & other), TYPES[number % 2])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -94,37 +100,30 @@ def test_pairs_of_masks(first, second, ranks):
 def test_ranks_without_visible_keys(lengths, method, ranks):
     """Results are correct if visible keys are on the first rank only, or on no rank."""
     mask = masks.padding(torch.tensor(lengths), torch.tensor(lengths))
-    sharding = Sharding.contiguous(LENGTH, RANKS)
-    name, mesh = METHODS[method]
-    case = Case(name, mesh, (sharding, sharding), mask, enable_gqa=True)
+    case = sharded_case(method, Sharding.contiguous(LENGTH, RANKS), mask)
     assert_right(ranks, case, torch.bfloat16)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nan_behind_the_mask_reaches_nothing(method, ranks):
+def test_nan_in_masked_keys_has_no_effect(method, ranks):
     lengths = torch.tensor([LENGTH - 20, LENGTH - 7])
-    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
+    given, *grads = random_inputs()
     for b, length in enumerate(lengths.tolist()):
-        tensors["key"][b, :, length:] = float("nan")
-        tensors["value"][b, :, length:] = float("inf")
+        given[1][b, :, length:] = float("nan")
+        given[2][b, :, length:] = float("inf")
     case = case_of(method, 0, masks.padding(lengths))
-    given = [*tensors.values(), None]
-    grads = torch.ones(BATCH, HEADS, LENGTH, HEAD_DIM), torch.ones(BATCH, HEADS, LENGTH)
-    for results in (ranks.run(run_on_rank, case, given, None, None),
-                    ranks.run(run_on_rank, case, given, *grads)):  # fmt: skip
-        for result in results:
+    for grads_or_none in ((None, None), grads):
+        for result in ranks.run(run_on_rank, case, given, *grads_or_none):
             for name, tensor in result.items():
-                assert bool(tensor.isfinite().all()), name
+                assert tensor.isfinite().all(), name
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FIELDS)
 def test_queries_and_keys_of_different_lengths(name, method, ranks):
-    lengths, dtype = (LENGTH, LENGTH_K), one_of(torch.float64, torch.bfloat16, FIELDS.index(name))
-    mask = MASKS[name](BATCH, HEADS, *lengths)
-    assert_right(
-        ranks, case_of(method, list(MASKS).index(name), mask, lengths), dtype, None, lengths, 8
-    )
+    lengths, dtype = (LENGTH, LENGTH_K), (torch.float64, torch.bfloat16)[FIELDS.index(name) % 2]
+    case = case_of(method, list(MASKS).index(name), MASKS[name](BATCH, HEADS, *lengths), lengths)
+    assert_right(ranks, case, dtype, None, lengths, head_dim_v=8)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -135,91 +134,80 @@ def test_queries_and_keys_of_different_lengths(name, method, ranks):
 )  # fmt: skip
 def test_gradient_of_a_bias(shape, per_head, method, ranks):
     """The sum of the ranks' bias gradients equals the gradient of one process."""
-    dtype = one_of(torch.float32, torch.bfloat16, per_head)
     sizes = (BATCH, HEADS, *shape) if per_head else shape
     bias = torch.randn(sizes, generator=drawn(1))
     case = case_of(method, sum(shape), MASKS["causal"](BATCH, HEADS, LENGTH, LENGTH))
-    assert_right(ranks, case, dtype, bias)
+    assert_right(ranks, case, TYPES[per_head], bias)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("number", range(5))
 def test_dropout(number, method, ranks):
     """A sharded call drops the same weights as one process, regardless of shard boundaries."""
-    dtype = one_of(torch.float32, torch.bfloat16, number)
-    softcap = one_of(None, 5.0, number // 2)
+    softcap = 5.0 if number in (2, 3) else None
     mask = MASKS["window"](BATCH, HEADS, LENGTH, LENGTH)
     case = case_of(method, number, mask, dropout_p=0.3, seed=SEED, softcap=softcap)
-    assert_right(ranks, case, dtype)
+    assert_right(ranks, case, TYPES[number % 2])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dropout_with_a_prefix(method, ranks):
     mask, sharding = masks.prefix_lm(torch.tensor([20, 5])), Sharding.of_lengths([16, 24, 8, 13])
-    options = {"dropout_p": 0.3, "seed": SEED, "enable_gqa": True}
-    assert_right(
-        ranks, Case(*METHODS[method], (sharding, sharding), mask, **options), torch.float32
-    )
+    case = sharded_case(method, sharding, mask, dropout_p=0.3, seed=SEED)
+    assert_right(ranks, case, torch.float32)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", [None, "causal", "window", "prefix", "alibi", "dense"])
 def test_packed_sequences(name, method, ranks):
-    dtype = one_of(torch.float32, torch.bfloat16, len(name or "") % 2)
-    ends = torch.tensor([0, 0, 7, 30, LENGTH])
+    number, ends = len(name or ""), torch.tensor([0, 0, 7, 30, LENGTH])
     sizes = len(ends) - 1, HEADS, 31, 31
     mask = None if name is None else MASKS[name](*sizes)
-    drops = {} if name == "prefix" else {"dropout_p": 0.2, "seed": SEED}
-    case = case_of(
-        method, len(name or ""), mask, cu_seqlens_q=ends, is_causal=name is None, **drops
-    )
-    assert_right(ranks, case, dtype)
+    dropout = {} if name == "prefix" else {"dropout_p": 0.2, "seed": SEED}
+    case = case_of(method, number, mask, cu_seqlens_q=ends, is_causal=name is None, **dropout)
+    assert_right(ranks, case, TYPES[number % 2])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_runs_are_equal_bit_by_bit(method, ranks):
-    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
-    given = [t.to(torch.bfloat16) for t in tensors.values()] + [None]
-    grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
-    case = case_of(method, 0, MASKS["ragged"](BATCH, HEADS, LENGTH, LENGTH), dropout_p=0.1, seed=3)
-    first, second = (ranks.run(run_on_rank, case, given, *grads) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        for name, tensor in one.items():
-            assert torch.equal(tensor, other[name]), name
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_number_of_steps_in_flight(method, ranks):
-    """Results are bitwise identical with one, two and the default number of steps in flight."""
-    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
-    given = [*tensors.values(), None]
-    grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
-    case = case_of(method, 3, MASKS["causal"](BATCH, HEADS, LENGTH, LENGTH))
-    expected = ranks.run(run_on_rank, case, given, *grads)
-    for ahead in (1, 2):
-        got = ranks.run(run_ahead, ahead, case, given, *grads)
-        for one, other in zip(got, expected, strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("ragged", torch.bfloat16, {"dropout_p": 0.1, "seed": 3}),
+        ("causal", torch.float32, {}),
+    ],
+    ids=["ragged", "causal"],
+)
+def test_repeated_runs(name, dtype, options, method, ranks):
+    """Results are bitwise identical in every run, with any number of steps in flight."""
+    case = case_of(method, 3, MASKS[name](BATCH, HEADS, LENGTH, LENGTH), **options)
+    inputs = case, *random_inputs(dtype)
+    expected = ranks.run(run_on_rank, *inputs)
+    for results in (
+        ranks.run(run_on_rank, *inputs),
+        ranks.run(run_ahead, 1, *inputs),
+        ranks.run(run_ahead, 2, *inputs),
+    ):
+        for got, want in zip(results, expected, strict=True):
+            assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_masks_that_share_a_tensor(method, ranks):
     """The plan of a narrow mask is not reused for a wide one with the same tensor."""
-    ids = torch.arange(LENGTH) // 30
-    documents, tensors = masks.documents(ids), random_qkv(BATCH, HEADS, HEADS_KV, 61, 61, HEAD_DIM)
-    narrow, wide = documents & masks.sliding_window(4, 0), documents & masks.causal()
+    documents, given = masks.documents(torch.arange(LENGTH) // 30), random_inputs()[0]
     sharding = Sharding.contiguous(LENGTH, RANKS)
     cases = [
-        Case(*METHODS[method], (sharding, sharding), m, enable_gqa=True) for m in (narrow, wide)
+        sharded_case(method, sharding, documents & band)
+        for band in (masks.sliding_window(4, 0), masks.causal())
     ]
-    for results in ranks.run(run_both_on_rank, cases, [*tensors.values(), None]):
+    for results in ranks.run(run_both_on_rank, cases, given):
         for case, got in zip(cases, results, strict=True):
-            whole = case.in_one_process(*tensors.values())[0]
-            rows = whole.index_select(2, sharding.positions(got["rank"]))
+            expected = case.in_one_process(*given)[0]
+            rows = expected.index_select(2, sharding.positions(got["rank"]))
             torch.testing.assert_close(got["out"], rows)
 
 
-def test_second_derivatives_are_refused(ranks):
+def test_second_derivatives_are_an_error(ranks):
     message = "distributed attention does not support second derivatives"
     assert ranks.run(second_derivative) == [message] * 4
 

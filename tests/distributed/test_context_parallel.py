@@ -1,4 +1,4 @@
-"""Models with sequences distributed over four ranks match one process in float64."""
+"""Training with sequences distributed over four ranks matches one process in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASKS = {
 
 
 def expected(mask):
-    """Return logits, loss and gradients of one process, with the mask patched into the calls."""
+    """Return logits, loss and gradients of one process, whose attention calls use the mask."""
     model = model_of(False)
     tokens, labels, positions = batch_of(LENGTH)
     attention = functools.partial(fused_attn.scaled_dot_product_attention, attn_mask=mask)
@@ -72,11 +72,10 @@ def assert_equal(results, mask):
 def test_training_step(name, method, mesh, fused, ranks):
     if fused and name == "none":
         pytest.skip("reason: fused modules pass a mask, so context_parallel needs mask=")
-    mask = MASKS[name]
-    by_name = {"window": None, "documents": "balanced"}
-    balancer = by_name.get(name, Sharding.of_lengths([20, 3, 21, 1]))
-    results = ranks.run(step_of_rank, fused, LENGTH, mesh, mask, method, balancer)
-    assert_equal(results, mask)
+    balancers = {"window": None, "documents": "balanced"}
+    balancer = balancers.get(name, Sharding.of_lengths([20, 3, 21, 1]))
+    results = ranks.run(step_of_rank, fused, LENGTH, mesh, MASKS[name], method, balancer)
+    assert_equal(results, MASKS[name])
 
 
 @pytest.mark.parametrize(
@@ -122,11 +121,8 @@ def test_errors_on_every_rank(case, expected_message, ranks):
         assert expected_message in message
 
 
-def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
-    """A mask on one rank only is an error on all ranks.
-
-    transformers builds masks from position_ids only on ranks where a document starts.
-    """
+def test_a_mask_on_one_rank_is_an_error_on_all(ranks):
+    # transformers builds masks from position_ids, only on ranks where a document starts.
     for rank, message in enumerate(ranks.run(message_of, "mask of one rank")):
         assert ("attn_mask must be None" if rank == 2 else "rank 2 are invalid") in message
 

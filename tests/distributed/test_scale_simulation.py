@@ -42,10 +42,9 @@ def test_records_of_a_causal_mask(simulation):
 
 
 def test_times(simulation):
-    """Overlapping a 3 s transfer with 2 s of compute, then computing for 1 s, takes 4 s."""
-    ring = simulation.Ring(
-        np.zeros((2, 2)), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [0, 1]]), 1
-    )
+    """A 3 s transfer that overlaps with 2 s of compute, then 1 s of compute, takes 4 s."""
+    sent = np.array([[0, 1], [0, 1]])
+    ring = simulation.Ring(np.zeros((2, 2)), sent, sent, 1)
     compute, keys = np.array([[2.0, 1], [2, 1]]), np.array([[0.0, 3], [0, 3]])
     times = simulation.Times(compute, keys, np.zeros((2, 2)))
     assert simulation.finished(ring, times) == 4
@@ -56,7 +55,7 @@ def test_times(simulation):
     assert simulation.finished(ring, times) == 16
 
 
-def test_requests_far_ahead_wait_less(simulation):
+def test_requests_two_steps_ahead(simulation):
     """Ranks finish earlier if keys are requested two steps ahead instead of one."""
     ones = np.array([[0, 0, 1]] * 3)
     ring = simulation.Ring(np.zeros((3, 3)), ones, ones, 1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_cases import decode_on_rank
-from helpers import drawn
+from helpers import assert_contract, drawn
 
 import fused_attn
 from fused_attn import masks
 from fused_attn.distributed import Sharding
-from fused_attn.tools import contract
 
 BATCH, HEADS, HEADS_KV, CAPACITY, HEAD_DIM = 2, 4, 2, 90, 24
 LENGTHS, STEPS = [0, 37], (12, 1, 3, 1, 1)
@@ -25,32 +24,30 @@ MASKS = {
 
 
 def tensors_of(dtype):
-    generator = drawn(1)
-
-    def normal(heads, length):
-        return torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator).to(dtype)
-
-    total = sum(STEPS)
-    tensors = {"query": normal(HEADS, total), "key": normal(HEADS_KV, total)}
-    tensors |= {"value": normal(HEADS_KV, total)}
-    caches = {f"{n}_cache": normal(HEADS_KV, CAPACITY) for n in ("key", "value")}
-    for cache in caches.values():
-        for b, length in enumerate(LENGTHS):
-            cache[b, :, length:] = float("nan")  # entries beyond the cached length have no effect
-    return tensors | caches
+    """Return new queries, keys and values, and caches that are NaN beyond the cached length."""
+    generator, sizes = drawn(1), {"query": (HEADS, sum(STEPS))}
+    sizes |= dict.fromkeys(("key", "value"), (HEADS_KV, sum(STEPS)))
+    sizes |= dict.fromkeys(("key_cache", "value_cache"), (HEADS_KV, CAPACITY))
+    tensors = {
+        name: torch.randn(BATCH, *size, HEAD_DIM, generator=generator).to(dtype)
+        for name, size in sizes.items()
+    }
+    for b, length in enumerate(LENGTHS):
+        tensors["key_cache"][b, :, length:] = tensors["value_cache"][b, :, length:] = float("nan")
+    return tensors
 
 
 def in_one_process(tensors, mask, options, backend=None):
+    """Return (out, lse) of each step, and the key cache after the last step."""
     caches = [tensors[f"{n}_cache"].clone() for n in ("key", "value")]
     lengths, results, at = torch.tensor(LENGTHS), [], 0
     for count in STEPS:
         new = slice(at, at + count)
-        out_and_lse = fused_attn.decode_attention(
-            tensors["query"][:, :, new], *caches, cache_lengths=lengths,
-            key=tensors["key"][:, :, new], value=tensors["value"][:, :, new], attn_mask=mask,
+        query, key, value = (tensors[n][:, :, new] for n in ("query", "key", "value"))
+        results.append(fused_attn.decode_attention(
+            query, *caches, cache_lengths=lengths, key=key, value=value, attn_mask=mask,
             return_lse=True, backend=backend, **options,
-        )  # fmt: skip
-        results.append(out_and_lse)
+        ))  # fmt: skip
         lengths, at = lengths + count, at + count
     return results, caches[0]
 
@@ -79,12 +76,10 @@ def test_steps(name, sharding, dtype, ranks):
     truths, cache = in_one_process({n: t.double() for n, t in tensors.items()}, mask, options)
     eager, _ = in_one_process(tensors, mask, options, "eager")
     order = torch.cat([sharding.positions(r) for r in range(4)]).argsort()
-    whole = torch.cat([keys for _, _, keys in results], 2).index_select(2, order)
-    torch.testing.assert_close(whole.double(), cache, equal_nan=True, rtol=0, atol=0)
+    keys = torch.cat([keys for _, _, keys in results], 2).index_select(2, order)
+    torch.testing.assert_close(keys.double(), cache, equal_nan=True, rtol=0, atol=0)
     for outs, lses, _ in results:
         for step in range(len(STEPS)):
             assert torch.equal(outs[step], results[0][0][step]), "ranks differ"
-            pairs = zip((outs[step], lses[step]), truths[step], eager[step], strict=True)
-            for got, truth, by_eager in pairs:
-                finding = contract.judge("out", got, truth, by_eager, gradient=False)
-                assert finding.ok, str(finding)
+            assert_contract("out", outs[step], truths[step][0], eager[step][0])
+            assert_contract("lse", lses[step], truths[step][1], eager[step][1])

@@ -1,4 +1,4 @@
-"""Tensor parallelism on gloo matches the results of a single process."""
+"""Tensor parallelism with gloo, compared with one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from processes import Processes
 
 import fused_attn
 from fused_attn.distributed import parallelize_plan
-from fused_attn.tools import contract
 
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # relative error of sums in another order
+ROUNDING = 64 * torch.finfo(torch.float64).eps  # relative error of another summation order
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,8 @@ def two(tmp_path_factory):
 def assert_equal(found):
     """Assert that the results of each rank equal those of one process up to float64 rounding.
 
-    The tolerance is relative to the largest result, because the gradient of the key bias is only
-    rounding error.
+    The tolerance is relative to the largest result, because the gradient of the key bias consists
+    of rounding errors.
     """
     for of_rank in found:
         scale = max(float(want[want.isfinite()].abs().max()) for _, want in of_rank.values())
@@ -77,7 +76,7 @@ def test_two_ranks(function, two):
 def test_contract(dtype, two):
     for of_rank in two.run(modules.of_type, dtype):
         for name, got, truth, eager in of_rank:
-            assert_contract(name, got, truth, eager, contract.no_error)
+            assert_contract(name, got, truth, eager)
 
 
 def test_fsdp(ranks):
@@ -91,7 +90,7 @@ def test_fsdp_on_rows_has_no_state_dict(ranks):
         assert "in_proj_weight must be sharded on columns by fully_shard" in error
 
 
-def test_two_dimensions(ranks):
+def test_two_dimensional_mesh(ranks):
     assert_equal(ranks.run(calls.two_dimensions))
 
 
@@ -117,7 +116,7 @@ def test_models_without_a_plan(two):
         parallelize_plan(torch.nn.Linear(3, 3))
 
 
-def test_refused_modules(two):
+def test_unsupported_modules(two):
     for errors in two.run(calls.refusals):
         for message, error in errors.items():
             assert message in error

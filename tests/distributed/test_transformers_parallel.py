@@ -25,7 +25,7 @@ SWAPS = pytest.mark.parametrize("swap", [False, True], ids=["sdpa", "swapped"])
     ],
 )
 def test_training_steps(checkpoint, method, swap, ranks):
-    """Losses and gradients equal those of one process that computes each document separately."""
+    """Losses and gradients equal those of one process that runs each document separately."""
     expected = steps_of_one(swap)
     for result in ranks.run(steps_of_rank, swap, checkpoint, method):
         assert len(result) == STEPS
@@ -38,10 +38,7 @@ def test_training_steps(checkpoint, method, swap, ranks):
 @SWAPS
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_trainer(accumulated, swap, ranks, tmp_path):
-    """Losses and weights equal those of a Trainer in one process.
-
-    transformers computes the loss in float32, so losses agree only to float32 precision.
-    """
+    """Losses and weights equal those of a Trainer in one process; losses are float32."""
     expected = trained(str(tmp_path), swap, False, accumulated)
     results = ranks.run(trained_by_ranks, str(tmp_path), swap, accumulated)
     assert results[0]["losses"] and len(expected["losses"]) == STEPS // accumulated

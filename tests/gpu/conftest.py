@@ -9,7 +9,7 @@ import pytest
 from devices import ON_GPU
 
 HERE = Path(__file__).parent
-# Without a GPU, `make test` runs only these, which take a few seconds.
+# Without a GPU, `make test` runs only these files, which take a few seconds.
 SHORT = ("test_smoke.py", "test_cudnn_kept_out.py")
 
 # cuBLAS is deterministic only with a fixed workspace. torch reads the variable once.

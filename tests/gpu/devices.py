@@ -1,6 +1,6 @@
 """Device of the tests in this folder: the GPU if there is one, else the CPU.
 
-The tests are for GPUs. On a CPU, running them checks only the tests themselves.
+A run on a CPU only checks that the tests work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fused_attn.tools.cases import DTYPES as NAMES
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 DTYPES = [getattr(torch, name) for name in NAMES]
-# Backends that calls run on before `fused-attn verify`; "default" stands for backend=None.
+# Backends that run calls before `fused-attn verify`; "default" stands for backend=None.
 DEFAULT = "default"
 BACKENDS = ["sdpa", "eager", DEFAULT]
 COMPILER = "inductor" if ON_GPU else "aot_eager"  # Inductor's C++ takes minutes on a CPU

@@ -1,4 +1,4 @@
-"""Small models, and comparisons of them on DEVICE with torch's modules on the CPU."""
+"""Small models, and their comparison on DEVICE with torch's modules on the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from devices import DEVICE
 from judging import require
 from nn_helpers import perturb, run
 
+import fused_attn as fa
 from fused_attn.tools import contract
 from fused_attn.tools.rounding import Expected
 
@@ -34,7 +35,7 @@ def results(module, args, kwargs, dtype, device):
 
 
 def findings_of(got, eager, truth, rerun=None):
-    """Return contract findings, except for key biases, whose gradient is 0 up to rounding."""
+    """Return contract findings, except for key biases, whose gradients are rounding errors."""
     expected = Expected(lambda _: rerun(), truth, torch.float32) if rerun else None
     return [
         contract.judge(
@@ -52,6 +53,13 @@ def check(fused, theirs, args, kwargs):
     truth = results(theirs, args, kwargs, torch.float64, "cpu")
     got = results(fused, args, kwargs, torch.float32, DEVICE)
     require(findings_of(got, single(), truth, single), "default")
+
+
+def swapped(model, **options):
+    """Return a copy of a model whose modules are swapped for those of this package."""
+    fused = copy.deepcopy(model)
+    assert fa.swap_modules(fused, **options).swapped
+    return fused
 
 
 class Real(torch.nn.Module):

@@ -53,8 +53,8 @@ def assert_judged(
     """Assert that results on DEVICE are as accurate as those of eager attention on the CPU.
 
     Args:
-        function: given the name of a backend, returns a function of the tensors that runs on it.
-        truth: used in place of `function` for the reference.
+        function: maps the name of a backend to a function of the tensors that runs on it.
+        truth: replaces `function` in the reference.
         gradients: also check the gradients of all tensors.
 
     Returns:
@@ -88,8 +88,8 @@ def attention(mask: Any = None, **options: Any) -> Function:
     """Return function(backend)(query, key, value, mask=None) for `assert_judged`.
 
     Args:
-        mask: a Mask, or a function of (device, dtype) that returns a mask tensor. Pass a mask that
-            requires grad to the returned function instead.
+        mask: a Mask, or a function of (device, dtype) that returns a mask tensor. A mask that
+            requires grad is passed to the returned function instead.
         options: keyword arguments of scaled_dot_product_attention.
     """
 
@@ -97,15 +97,15 @@ def attention(mask: Any = None, **options: Any) -> Function:
         def call(
             query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
         ) -> tuple[Tensor, ...]:
-            given = whole(query.device, query.dtype) if mask is None else mask
+            attn_mask = default_mask(query.device, query.dtype) if mask is None else mask
             results = F.scaled_dot_product_attention(
-                query, key, value, given, enable_gqa=True, backend=backend, **options
+                query, key, value, attn_mask, enable_gqa=True, backend=backend, **options
             )
             return results if isinstance(results, tuple) else (results,)
 
         return call
 
-    def whole(device: torch.device, dtype: torch.dtype) -> Any:
+    def default_mask(device: torch.device, dtype: torch.dtype) -> Any:
         if isinstance(mask, Mask):
             return mask.to(device)
         return None if mask is None else mask(device, dtype)
@@ -114,7 +114,7 @@ def attention(mask: Any = None, **options: Any) -> Function:
 
 
 def as_torch_rounds(mask: Mask, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Mask:
-    """Return a mask whose bias is rounded to the dtype of the scores, as in torch.
+    """Return a mask with the bias rounded to the dtype of the scores, as in torch.
 
     Args:
         sizes: (batch, num_heads, seqlen_q, seqlen_k).

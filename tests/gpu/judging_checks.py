@@ -22,7 +22,7 @@ def runnable(names: list[str]) -> list[str]:
 
 
 def run(backend: str, check: Check) -> None:
-    """Run a check on a backend; skip it if it does not apply, or if the backend refuses it."""
+    """Run a check on a backend; skip the test if the check does not apply or is not supported."""
     check = adapted(backend, check)
     if reason := exception(backend, check, ON_GPU):
         pytest.skip(f"reason: {reason}")

@@ -1,4 +1,4 @@
-"""torch.compile, CUDA graphs and deterministic algorithms, on a GPU's default backends."""
+"""torch.compile, CUDA graphs and deterministic algorithms on the default backends of a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MASKS = {
 
 
 def leaves(dtype=torch.float32):
-    tensors = torch.randn(3, BATCH, HEADS, LENGTH, 32).to(DEVICE, dtype)
-    return [t.clone().requires_grad_() for t in tensors.unbind()]
+    shape = BATCH, HEADS, LENGTH, 32
+    return [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for _ in range(3)]
 
 
 def attend(mask, *tensors):
@@ -37,7 +37,7 @@ def attend(mask, *tensors):
 
 
 def exact(mask, tensors):
-    """Return the float64 results of `attend`, on the CPU."""
+    """Return the float64 results of `attend` on the CPU."""
     doubles = [t.detach().cpu().double().requires_grad_() for t in tensors]
     with fa.use_backend("eager"):
         return attend(mask.to("cpu"), *doubles)
@@ -45,11 +45,10 @@ def exact(mask, tensors):
 
 def require_as_exact(got, want, truth):
     """Assert that `got` is as accurate as `want`, within the limits of the backend "sdpa"."""
+    results = ([t.detach().cpu() for t in tensors] for tensors in (got, truth, want))
     findings = [
-        contract.judge(
-            f"result {i}", g.detach().cpu(), t.detach().cpu(), w.detach().cpu(), gradient=i > 0
-        )
-        for i, (g, w, t) in enumerate(zip(got, want, truth, strict=True))
+        contract.judge(f"result {i}", *tensors, gradient=i > 0)
+        for i, tensors in enumerate(zip(*results, strict=True))
     ]
     require(findings, "sdpa")
 
@@ -85,7 +84,7 @@ def test_compiled_encoder():
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 @pytest.mark.parametrize("name", MASKS)
 def test_cuda_graph(name, dtype):
-    """A replayed graph computes the forward and backward for the operands' new values."""
+    """A replayed graph computes the forward and backward of new operand values."""
     mask, tensors = MASKS[name]().to(DEVICE), leaves(dtype)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

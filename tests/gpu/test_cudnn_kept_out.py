@@ -1,6 +1,6 @@
-"""Kernels that torch selects for this package's calls, by their names in torch's profiler.
+"""Kernels that torch selects for calls of this package, as named by torch's profiler.
 
-cuDNN's gradients are wrong for some calls with a mask tensor, see backends/denylist.py.
+cuDNN's gradients are wrong for some calls with a mask tensor; see backends/denylist.py.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def kernels():
     names.extend(name.removeprefix(PREFIX) for name in found)
 
 
+def require_no_denied_cudnn(ran, situation):
+    """Assert that no cuDNN kernel ran if cuDNN is denylisted in this situation."""
+    denied = denylist.is_denied("cudnn", situation, DEVICE)
+    assert not (denied and any("cudnn" in kernel for kernel in ran)), ran
+
+
 MASKS = {
     "bool": lambda: torch.rand(SIZES[2], SIZES[3], device=DEVICE) < 0.7,
     "float": lambda: torch.randn(SIZES[2], SIZES[3], device=DEVICE).bfloat16(),
@@ -63,7 +69,7 @@ def called(how, mask, leaves):
 @pytest.mark.parametrize("how", ["sdpa", "default", "enabled"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_with_gradients(name, how):
-    """If cuDNN is denylisted for masks with gradients, it runs neither forward nor backward."""
+    """If cuDNN is denylisted for masks with gradients, its forward and backward do not run."""
     mask = MASKS[name]()
     if how == "enabled" and isinstance(mask, masks.Mask):
         pytest.skip("reason: torch's function accepts only mask tensors")
@@ -71,8 +77,7 @@ def test_masks_with_gradients(name, how):
     with kernels() as ran:
         grads = torch.autograd.grad(called(how, mask, leaves).float().square().sum(), leaves)
     if ON_GPU:
-        denied = denylist.is_denied("cudnn", denylist.MASK_WITH_GRADIENTS, DEVICE)
-        assert not (denied and any("cudnn" in kernel for kernel in ran)), ran
+        require_no_denied_cudnn(ran, denylist.MASK_WITH_GRADIENTS)
         assert torch.backends.cuda.cudnn_sdp_enabled(), "the call did not enable cuDNN again"
     assert all(grad.isfinite().all() for grad in grads)
 
@@ -88,8 +93,7 @@ def test_one_query_with_gradients(compiled):
     function = torch.compile(call, fullgraph=True) if compiled else call
     with kernels() as ran:
         torch.autograd.grad(function(*leaves).float().sum(), leaves)
-    denied = denylist.is_denied("cudnn", denylist.ONE_QUERY_WITH_GRADIENTS, DEVICE)
-    assert not (denied and any("cudnn" in kernel for kernel in ran)), ran
+    require_no_denied_cudnn(ran, denylist.ONE_QUERY_WITH_GRADIENTS)
 
 
 @pytest.mark.parametrize("name", ["bool", "padding"])
@@ -102,8 +106,8 @@ def test_compiled_masks_with_gradients(name):
 
     with kernels() as ran:
         grads = torch.autograd.grad(call(*leaves).float().square().sum(), leaves)
-    if ON_GPU and denylist.is_denied("cudnn", denylist.MASK_WITH_GRADIENTS, DEVICE):
-        assert not any("cudnn" in kernel for kernel in ran), ran
+    if ON_GPU:
+        require_no_denied_cudnn(ran, denylist.MASK_WITH_GRADIENTS)
     assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -123,18 +127,18 @@ CAUSAL = {
 def test_causal_needs_no_mask_tensor(name, backend, gradients, monkeypatch):
     """For unmasked and causal calls, torch's SDPA receives no mask and runs a fused kernel."""
     mask, is_causal = CAUSAL[name]()
-    given, attend = [], sdpa.torch_sdpa
+    received, attend = [], sdpa.torch_sdpa
 
-    def noted(query, key, value, mask, dropout_p, is_causal, **options):
-        given.append((mask, is_causal))
+    def recording(query, key, value, mask, dropout_p, is_causal, **options):
+        received.append((mask, is_causal))
         return attend(query, key, value, mask, dropout_p, is_causal, **options)
 
-    monkeypatch.setattr(sdpa, "torch_sdpa", noted)
+    monkeypatch.setattr(sdpa, "torch_sdpa", recording)
     leaves = [t.detach().requires_grad_(gradients) for t in operands(seqlen_q=SIZES[3])]
     with skip_if_refused(), kernels() as ran:
         options = {"is_causal": is_causal, "backend": named(backend)}
         fa.scaled_dot_product_attention(*leaves, mask, **options)
-    assert given == [(None, name != "none")]
+    assert received == [(None, name != "none")]
     fused = "flash", "efficient", "cudnn"
     assert any(kernel.startswith(fused) for kernel in ran), f"not fused: {ran}"
 

@@ -27,13 +27,9 @@ kinds = pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_decode(host, seqlen_new, page_size, dtype, backend):
     """Two steps update the caches, and NaN beyond the cached lengths has no effect."""
     generator, steps = drawn(2), 2
-    sizes = {"query": 4, "key": 2, "value": 2}
-    tensors = {
-        name: torch.randn(steps, 2, heads, seqlen_new, 40, generator=generator)
-        for name, heads in sizes.items()
-    }
-    for name in ("key_cache", "value_cache"):
-        tensors[name] = torch.randn(2, 2, 64, 40, generator=generator)
+    sizes = {"query": (steps, 2, 4, seqlen_new), "key": (steps, 2, 2, seqlen_new)}
+    sizes |= {"value": sizes["key"], "key_cache": (2, 2, 64), "value_cache": (2, 2, 64)}
+    tensors = {n: torch.randn(*size, 40, generator=generator) for n, size in sizes.items()}
 
     def of(backend):
         def call(query, key, value, key_cache, value_cache):
@@ -70,7 +66,7 @@ def test_decode(host, seqlen_new, page_size, dtype, backend):
 @every_dtype
 @kinds
 def test_norm_dropout_by_the_generator(kind, dtype, backend):
-    """Equal seeds give bitwise identical results; the dropped share is close to dropout_p."""
+    """Equal seeds give bitwise identical results; the dropped fraction is close to dropout_p."""
     tensors = [t.to(DEVICE, dtype) for t in tensors_of(kind, (64, 96), True, False).values()]
     leaves, function = [t.requires_grad_() for t in tensors], getattr(fa, kind)
 

@@ -1,4 +1,4 @@
-"""Facts about the machine for the records of scripts/gpu_session.py; these tests run first."""
+"""Records of the machine for scripts/gpu_session.py; these tests run first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_machine(record_property):
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
 def test_modules(name):
-    """Import each compiled module; skip, with the error as the reason, if it fails."""
+    """Each compiled module can be imported; if not, the error is the reason of the skip."""
     try:
         importlib.import_module(f"fused_attn.{name}")
     except ImportError as error:

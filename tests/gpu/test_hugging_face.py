@@ -1,4 +1,4 @@
-"""Small Hugging Face models on a GPU's default backends, compared with eager attention."""
+"""Small Hugging Face models on the default backends of a GPU, compared with eager attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import functools
 import pytest
 import torch
 from devices import DEVICE, DTYPES
-from gpu_models import BATCH, HEADS, IGNORED, LENGTH, WIDTH, Real, findings_of, moved, results
+from gpu_models import (
+    BATCH,
+    HEADS,
+    IGNORED,
+    LENGTH,
+    WIDTH,
+    Real,
+    findings_of,
+    moved,
+    results,
+    swapped,
+)
 from helpers import short
 from judging import require
 
@@ -19,23 +30,22 @@ from fused_attn.tools import contract
 training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
+SIZES = {
+    "vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "intermediate_size": 64, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
 def tiny_bert(**kwargs):
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
-        intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, **kwargs,
-    )  # fmt: skip
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(**SIZES, **dropout, **kwargs)
     return transformers.BertModel(config, add_pooling_layer=False)
 
 
 def tiny_llama(**kwargs):
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=2, intermediate_size=64, max_position_embeddings=32,
-        use_cache=False, **kwargs,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False, **kwargs)
     return transformers.LlamaModel(config)
 
 
@@ -72,9 +82,7 @@ def check_hf(fused, theirs, side, within=contextlib.nullcontext):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_swapped_hugging_face(name, side, training):
     theirs = MODELS[name]().train(training)
-    fused = copy.deepcopy(theirs)
-    assert fa.swap_modules(fused).swapped
-    check_hf(fused, theirs, side)
+    check_hf(swapped(theirs), theirs, side)
 
 
 @models
@@ -90,8 +98,7 @@ def test_attn_implementation(name):
 def test_enabled(name):
     """Under enabled(), a model that calls torch's SDPA agrees with eager attention."""
     model = MODELS[name](attn_implementation="sdpa")
-    theirs = copy.deepcopy(model)
-    check_hf(model, theirs, "right", fa.enabled)
+    check_hf(model, copy.deepcopy(model), "right", fa.enabled)
 
 
 @models
@@ -100,8 +107,7 @@ def test_enabled(name):
 def test_inference_in_16_bits(name, dtype):
     inputs, real = token_inputs()
     theirs = MODELS[name]().to(dtype).eval()
-    fused = copy.deepcopy(theirs)
-    fa.swap_modules(fused)
+    fused = swapped(theirs)
     double = copy.deepcopy(theirs).double()
     double.set_attn_implementation("sdpa")
     theirs.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""fused_attn.nn and swapped models of torch.nn, on a GPU's default backends."""
+"""fused_attn.nn and swapped models of torch.nn on the default backends of a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gpu_models import (
     encoder,
     findings_of,
     results,
+    swapped,
     x,
 )
 from helpers import deterministic, short
 from judging import require
 from nn_helpers import perturb
 
-import fused_attn as fa
 import fused_attn.nn as fnn
 from fused_attn.tools import contract
 
@@ -36,10 +36,10 @@ def perturbed(module, training):
 CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH)
 training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 SELF_MASKS = {
-    "none": ({}, None),
-    "padding": ({"key_padding_mask": IGNORED}, ~IGNORED),
-    "causal": ({"attn_mask": CAUSAL, "is_causal": True}, None),
-    "both": ({"attn_mask": CAUSAL.isinf(), "key_padding_mask": IGNORED}, ~IGNORED),
+    "none": {},
+    "padding": {"key_padding_mask": IGNORED},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True},
+    "both": {"attn_mask": CAUSAL.isinf(), "key_padding_mask": IGNORED},
 }
 
 
@@ -47,23 +47,20 @@ SELF_MASKS = {
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("name", SELF_MASKS)
 def test_multihead_attention(name, need_weights, training):
-    kwargs, _ = SELF_MASKS[name]
+    kwargs = {**SELF_MASKS[name], "need_weights": need_weights}
     if need_weights:
-        kwargs = {k: v for k, v in kwargs.items() if k != "is_causal"}
+        kwargs.pop("is_causal", None)
     theirs = perturbed(torch.nn.MultiheadAttention(WIDTH, HEADS, **OPTIONS), training)
-    tokens = x()
-    args = tokens, tokens, tokens
     fused = fnn.MultiheadAttention.from_torch(copy.deepcopy(theirs))
-    check(fused, theirs, args, {**kwargs, "need_weights": need_weights})
+    check(fused, theirs, (x(),) * 3, kwargs)
 
 
 @training
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("name", SELF_MASKS)
 def test_encoder_layer(name, norm_first, training):
-    given, _ = SELF_MASKS[name]
     names = {"key_padding_mask": "src_key_padding_mask", "attn_mask": "src_mask"}
-    kwargs = {names.get(k, k): v for k, v in given.items()}
+    kwargs = {names.get(k, k): v for k, v in SELF_MASKS[name].items()}
     layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 64, norm_first=norm_first, **OPTIONS)
     theirs = perturbed(layer, training)
     check(fnn.TransformerEncoderLayer.from_torch(copy.deepcopy(theirs)), theirs, (x(),), kwargs)
@@ -71,7 +68,7 @@ def test_encoder_layer(name, norm_first, training):
 
 @training
 def test_transformer(training):
-    """With padding and a causal mask, a Transformer agrees with torch's."""
+    """A Transformer agrees with torch's with padding and a causal mask."""
     theirs = perturbed(torch.nn.Transformer(WIDTH, HEADS, 1, 1, 64, **OPTIONS), training)
     fused = fnn.Transformer.from_torch(copy.deepcopy(theirs))
     kwargs = {
@@ -88,8 +85,7 @@ def test_transformer(training):
 @pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
 def test_swapped_encoder(remove_padding, training):
     theirs = encoder().train(training)
-    fused = copy.deepcopy(theirs)
-    assert fa.swap_modules(fused, remove_padding=remove_padding).swapped
+    fused = swapped(theirs, remove_padding=remove_padding)
     models = (Real(model, ~IGNORED) for model in (fused, theirs))
     check(*models, (x(),), {"src_key_padding_mask": IGNORED})
 
@@ -98,8 +94,7 @@ def test_swapped_encoder(remove_padding, training):
 def test_inference_of_a_swapped_encoder():
     """A swapped encoder agrees with torch's inference path on the same device."""
     theirs, tokens = encoder().eval().to(DEVICE), x().detach().to(DEVICE)
-    fused, ignored = copy.deepcopy(theirs), IGNORED.to(DEVICE)
-    fa.swap_modules(fused)
+    fused, ignored = swapped(theirs), IGNORED.to(DEVICE)
     got, want = (m(tokens, src_key_padding_mask=ignored)[~ignored] for m in (fused, theirs))
     truth = copy.deepcopy(theirs).double()(tokens.double(), src_key_padding_mask=ignored)[~ignored]
     require([contract.judge("out", got, truth, want, gradient=False)], "default")
@@ -108,9 +103,7 @@ def test_inference_of_a_swapped_encoder():
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_training_with_dropout(dtype):
     """Equal seeds give equal, finite gradients, and another seed gives different ones."""
-    model, tokens = encoder(dropout=0.2), x()
-    fa.swap_modules(model)
-    model.to(DEVICE, dtype)
+    model, tokens = swapped(encoder(dropout=0.2)).to(DEVICE, dtype), x()
     grads = []
     with deterministic():
         for seed in (0, 0, 1):
@@ -127,9 +120,7 @@ def test_training_with_dropout(dtype):
 def test_autocast(dtype):
     """A swapped encoder agrees with torch's under the same autocast."""
     theirs, tokens, kwargs = encoder(), x(), {"src_key_padding_mask": IGNORED}
-    fused = copy.deepcopy(theirs)
-    fa.swap_modules(fused)
-    fused, theirs = (Real(model, ~IGNORED) for model in (fused, theirs))
+    fused, theirs = (Real(model, ~IGNORED) for model in (swapped(theirs), theirs))
     truth = results(theirs, (tokens,), kwargs, torch.float64, "cpu")
     with torch.autocast(DEVICE.type, dtype):
         got = results(fused, (tokens,), kwargs, torch.float32, DEVICE)

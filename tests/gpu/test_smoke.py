@@ -1,4 +1,4 @@
-"""One tiny call of each pass of each backend: the first tests to run on a new machine."""
+"""One tiny call per pass and backend: the first tests to run on a new machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Build the simulated GPU, and the package's compiled modules for it, into build/pretended-gpu.
+"""Build the simulated GPU, and the package's compiled modules for it, in build/pretended-gpu.
 
-Run it with the Python of that folder's environment (make_env.sh), whose torch determines the
-required NVIDIA libraries and their symbols. It prints nothing unless it fails.
+Run this script with the Python of that folder's environment (make_env.sh), whose torch determines
+the required NVIDIA libraries and their symbols. It prints nothing unless it fails.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-FOLDER = ROOT / "build" / "pretended-gpu"
+from environment import FOLDER, HERE, ROOT
+
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 SOURCES = {
     "libcuda.so.1": ["driver.c", "state.c"],
     "libcudart.so.13": ["runtime.c", "launches.c", "streams.c"],
 }
-# Return values of stub functions. Stubs of cuBLAS and similar libraries return 0 (success), so that
-# torch continues with meaningless values. Stubs of the libraries listed here return an error.
+# Return values of the stubs of these libraries: errors. Stubs of other libraries, such as cuBLAS,
+# return 0 (success), so that torch continues with meaningless values.
 NOT_SUPPORTED = 801
 RETURNED = {"libcuda.so.1": NOT_SUPPORTED, "libcudart.so.13": NOT_SUPPORTED, "libnvrtc.so.13": 1}
-# Functions whose results torch checks.
+# Definitions of functions whose results torch checks.
 SPECIAL = {
     "cudnnGetVersion": "unsigned long cudnnGetVersion(void) { return 91900; }",
     "cudnnGetProperty": """
@@ -60,7 +59,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* product, void* a, void* b
 }""",
 }
 
-# Functions that launch kernels of their libraries.
+# Library functions that launch kernels, and the definition of their stubs, which count launches.
 LAUNCHING = re.compile(r"cudnnBackendExecute|cublas\w*Gemm\w*|cublasLtMatmul")
 COUNTED = """
 void pretended_library_call(void** kernel, const char* name);
@@ -93,7 +92,10 @@ def prefix(library: str) -> str:
 
 
 def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
-    """Return the symbols that torch imports, by library and name: (version, is a variable)."""
+    """Return the version of each symbol that torch imports, by library and name.
+
+    The version is paired with True for variables, and with False for functions.
+    """
     paths = list(paths)
     dynamic = "".join(run("readelf", "-d", "-W", path) for path in paths)
     libraries = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)\w*\.so[\w.]*)\]", dynamic))
@@ -102,7 +104,7 @@ def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
     for path in paths:
         table = run("readelf", "--dyn-syms", "-W", path)
         for kind, name, version in re.findall(r" (\w+) +\w+ +\w+ +UND (\w+)(?:@(\S+))?", table):
-            # The longest matching prefix decides: cublasLt before cublas before cu.
+            # The longest matching prefix identifies the library: cublasLt, not cublas or cu.
             plain = name.lower().lstrip("_")
             fitting = [start for start in by_prefix if plain.startswith(start)]
             if fitting and (not version or not version.startswith(("GLIBC", "CXXABI", "GCC"))):
@@ -112,7 +114,7 @@ def needed(paths: Iterable[Path]) -> dict[str, dict[str, tuple[str, bool]]]:
 
 
 def stub(name: str, is_variable: bool, value: int) -> str:
-    """Return a weak C definition of a symbol, which definitions in our sources override."""
+    """Return a C definition of a symbol; it is weak, so definitions in our sources override it."""
     weak = "__attribute__((weak))"
     if name in SPECIAL:
         return SPECIAL[name]
@@ -126,7 +128,7 @@ def stub(name: str, is_variable: bool, value: int) -> str:
 
 
 def build_library(library: str, symbols: dict[str, tuple[str, bool]], folder: Path) -> None:
-    """Compile a library of our sources, and of weak stubs for all other symbols."""
+    """Compile a library from our sources and from weak stubs of all other symbols."""
     lines, versions = [], defaultdict(list)
     for name, (version, is_variable) in sorted(symbols.items()):
         lines.append(stub(name, is_variable, RETURNED.get(library, 0)))
@@ -134,11 +136,8 @@ def build_library(library: str, symbols: dict[str, tuple[str, bool]], folder: Pa
             versions[version].append(name)
     stubs, script = folder / f"{library}.stubs.c", folder / f"{library}.map"
     stubs.write_text("\n".join(lines) + "\n")
-    script.write_text(
-        "".join(
-            f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items()
-        )
-    )
+    blocks = (f"{v} {{ global: {'; '.join(names)}; }};\n" for v, names in versions.items())
+    script.write_text("".join(blocks))
     objects = [folder / f"{library}.stubs.o"]
     run("gcc", "-w", "-O1", "-fPIC", "-fno-builtin", "-c", stubs, "-o", objects[0])
     for source in SOURCES.get(library, []):
@@ -154,7 +153,8 @@ def build_library(library: str, symbols: dict[str, tuple[str, bool]], folder: Pa
 def build_libraries(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     libraries = needed(torch_libraries())
-    for library in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # which others need
+    # The other libraries link to libcuda.so.1.
+    for library in sorted(libraries, key=lambda name: name != "libcuda.so.1"):
         build_library(library, libraries[library], folder)
     # Triton links to the driver by this name.
     link = folder / "libcuda.so"

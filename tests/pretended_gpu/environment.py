@@ -1,8 +1,9 @@
-"""Environment variables for the simulated GPU; run as a program, it starts Python with them."""
+"""Environment variables of the simulated GPU. As a script, this file starts Python with them."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -12,16 +13,17 @@ PYTHON = FOLDER / "venv" / "bin" / "python"
 
 
 def missing() -> str | None:
-    """Return the missing build step of the simulated GPU, or None."""
-    parts = [PYTHON, FOLDER / "lib" / "libcudart.so.13", *[FOLDER / "cmake" / "build.ninja"]]
-    absent = [str(part.relative_to(ROOT)) for part in parts if not part.exists()]
-    return f"no {absent[0]}: see tests/pretended_gpu/README.md" if absent else None
+    """Return a message about a missing part of the simulated GPU, or None."""
+    for part in (PYTHON, FOLDER / "lib" / "libcudart.so.13", FOLDER / "cmake" / "build.ninja"):
+        if not part.exists():
+            return f"no {part.relative_to(ROOT)}: see tests/pretended_gpu/README.md"
+    return None
 
 
 def environment() -> dict[str, str]:
     """Return the environment variables of a process with the simulated GPU."""
     library, caches = str(FOLDER / "lib"), FOLDER / "cache"
-    # `site` has the sitecustomize.py that finds the compiled modules; the package is in ROOT.
+    # sitecustomize.py in `site` finds the compiled modules; the package is in ROOT.
     paths = [HERE, HERE / "site", ROOT, HERE.parent / "support", ROOT / "scripts"]
     return os.environ | {
         "LD_LIBRARY_PATH": library,
@@ -35,6 +37,4 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    import sys
-
     os.execve(PYTHON, [str(PYTHON), *sys.argv[1:]], environment())

@@ -1,6 +1,6 @@
-"""pytest plugin: flash-attn 4 compiles its kernels for Hopper, and does not launch them.
+"""pytest plugin with which flash-attn 4 compiles its kernels for Hopper without launching them.
 
-The simulated driver cannot load the libraries that CuTe DSL makes of kernels.
+The simulated driver cannot load the libraries that CuTe DSL compiles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""pytest plugin for the simulated GPU, which computes nothing: pytest -p plugin --assert=plain.
+"""pytest plugin for the simulated GPU, whose kernels do nothing: pytest -p plugin --assert=plain.
 
 A test passes unless host code raises an exception. Failed assertions in tests and the errors in
-GARBAGE are ignored, because they depend on values, which are meaningless here. Assertions that fail
-in the package or in torch count as exceptions of host code.
+GARBAGE are ignored, because they depend on values, which are meaningless here. Failed assertions in
+the package or in torch are exceptions of host code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent.parent
 # Files in which comparisons of values raise errors.
 COMPARING = ("/torch/testing/", "/numpy/testing/", "/torch/autograd/gradcheck.py")
-# Errors caused by garbage values that are used as sizes or indices, such as lengths of a mask.
+# Errors from garbage values that are used as sizes or indices, such as the lengths of a mask.
 GARBAGE = (
     "multiplication overflow", "out of memory", "out of bounds", "DefaultCPUAllocator",
     "is invalid for input of size", "iterable argument is empty", "opcheck(op, ...)",
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Disable reference computations: they take most of the time, and all values are garbage."""
+    """Disable the references, which take most of the time, because all results are garbage."""
     import helpers  # pytest has added tests/support to the path by now
 
     helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))
@@ -66,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def _compares(trace: TracebackType | None) -> bool:
-    """Return True if an assertion was raised by a test or by its comparison of values."""
+    """Return True if a test, or a comparison of values that it calls, raised the assertion."""
     raised_in = traceback.extract_tb(trace)[-1].filename
     return Path(raised_in).is_relative_to(TESTS) or any(part in raised_in for part in COMPARING)
 

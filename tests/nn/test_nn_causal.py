@@ -1,4 +1,4 @@
-"""Causal mask tensors are recognized by one comparison per tensor version, without a sync."""
+"""Causal mask tensors are recognized, with one comparison of values per tensor version."""
 
 from __future__ import annotations
 

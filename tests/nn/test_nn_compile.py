@@ -1,4 +1,4 @@
-"""fused_attn.nn under torch.compile, with gradients, and under torch.export."""
+"""fused_attn.nn under torch.compile, torch.export and torch.fx."""
 
 import copy
 
@@ -17,6 +17,7 @@ from nn_helpers import (
     run,
 )
 from torch import nn
+from torch.fx import symbolic_trace
 
 import fused_attn
 import fused_attn.nn as fnn
@@ -32,6 +33,11 @@ def graph_cases():
             fnn.MultiheadAttention(EMBED, HEADS, batch_first=True),
             (x, memory, memory),
             {},
+        ),
+        "attention-heads": (
+            fnn.MultiheadAttention(EMBED, HEADS, batch_first=True),
+            (x, x, x),
+            {"average_attn_weights": False, "is_causal": True},
         ),
         "attention-masks": (
             fnn.MultiheadAttention(EMBED, HEADS, batch_first=True, add_bias_kv=True),
@@ -155,6 +161,9 @@ def test_export(case, strict):
     detach = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     program = torch.export.export(module, tuple(a.detach() for a in args), detach, strict=strict)
     assert_equal_in_float64(run(program.module(), args, kwargs), run(module, args, kwargs))
+    ops = {str(node.target) for node in program.graph.nodes}
+    with_weights = case in ("attention", "attention-heads")
+    assert ("fused_attn.attention_weights.default" in ops) == with_weights
 
 
 def test_compiled_padded_encoders_do_not_warn_about_caches(recwarn):
@@ -164,3 +173,29 @@ def test_compiled_padded_encoders_do_not_warn_about_caches(recwarn):
     compiled = torch.compile(encoder, backend="aot_eager")
     compiled(torch.randn(2, 9, 16), src_key_padding_mask=padded).sum().backward()
     assert not [warning for warning in recwarn if "lru_cache" in str(warning.message)]
+
+
+class AllModules(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.rms = nn.RMSNorm(8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x):
+        x = self.norm(x)
+        x = self.layer(self.rms(x + self.attention(x, x, x, need_weights=False)[0]))
+        return self.transformer(x, x)
+
+
+def test_symbolic_trace():
+    """In a torch.fx graph of a swapped model, each fused module is one node, as in torch."""
+    model, x = AllModules(), torch.randn(3, 5, 8)
+    before, expected = symbolic_trace(model), model(x)
+    fused_attn.swap_modules(model)
+    after = symbolic_trace(model)
+    torch.testing.assert_close(after(x), expected)
+    targets = [[n.target for n in t.graph.nodes if n.op == "call_module"] for t in (before, after)]
+    assert targets[0] == targets[1]

@@ -22,7 +22,7 @@ from helpers import (
     short,
 )
 from mask_cases import FIELDS, MASKS
-from nn_helpers import EMBED, HEADS, randn
+from nn_helpers import EMBED, HEADS
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -318,21 +318,6 @@ def test_under_autocast(dtype, average):
     assert out.dtype == weights.dtype == dtype
     weights.float().square().sum().backward()
     assert ours.in_proj_weight.grad.isfinite().all()
-
-
-@AVERAGE
-def test_compile_and_export(average):
-    ours = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double()
-    x = randn(2, 5, EMBED)
-    call = {"average_attn_weights": average, "is_causal": True}
-    expected = ours(x, x, x, **call)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, x, x, **call), expected)
-    grads = [torch.autograd.grad(f(x, x, x, **call)[1].square().sum(), x) for f in (ours, compiled)]
-    torch.testing.assert_close(*grads)
-    program = torch.export.export(ours.eval(), (x.detach(),) * 3, call)
-    names = {str(node.target) for node in program.graph.nodes}
-    assert "fused_attn.attention_weights.default" in names
 
 
 def test_flops_are_counted():

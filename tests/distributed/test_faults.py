@@ -9,7 +9,8 @@ from processes import Processes
 
 from fused_attn.distributed import ring_attention
 
-TIMEOUT = 2.0  # of the process group, in seconds
+TIMEOUT = 2.0  # seconds, for collectives of the process group
+
 # Mistake of rank 1 -> the error on all ranks, or (the error on rank 1, the error on the others).
 MISTAKES = {
     "mask": "attn_mask must be the same on all 4 ranks, got different values",

@@ -38,12 +38,12 @@ def test_training_steps(checkpoint, method, swap, ranks):
 @SWAPS
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_trainer(accumulated, swap, ranks, tmp_path):
-    """Losses and weights equal those of a Trainer in one process; losses are float32."""
+    """Losses and weights equal those of a Trainer in one process."""
     expected = trained(str(tmp_path), swap, False, accumulated)
     results = ranks.run(trained_by_ranks, str(tmp_path), swap, accumulated)
     assert results[0]["losses"] and len(expected["losses"]) == STEPS // accumulated
     for result in results:
-        if result["losses"]:  # not all ranks log
+        if result["losses"]:  # Not all ranks log losses, which transformers computes in float32.
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-6, atol=0)
         for name, weight in result["weights"].items():
             torch.testing.assert_close(weight, expected["weights"][name], rtol=0, atol=1e-7)

@@ -68,7 +68,7 @@ def test_encoder_layer(name, norm_first, training):
 
 @training
 def test_transformer(training):
-    """A Transformer agrees with torch's with padding and a causal mask."""
+    """A Transformer with padding and a causal mask agrees with torch's."""
     theirs = perturbed(torch.nn.Transformer(WIDTH, HEADS, 1, 1, 64, **OPTIONS), training)
     fused = fnn.Transformer.from_torch(copy.deepcopy(theirs))
     kwargs = {

@@ -129,7 +129,7 @@ def test_compile_with_dropout():
     ],
 )
 def test_export_with_dropout(backend, strict):
-    """An exported encoder in training mode draws a new dropout mask per call, for several sizes."""
+    """An exported encoder in training mode draws a new dropout mask in each call, for any size."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=1)
     fused_attn.swap_modules(model)

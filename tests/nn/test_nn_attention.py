@@ -92,15 +92,9 @@ def test_attention_unbatched(constructor, average):
     check_against_torch(theirs, fnn.MultiheadAttention, args, kwargs)
 
 
-@pytest.mark.parametrize("shared", ["self", "cross"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_of_shared_inputs(shared, bias, batch_first):
-    """Attention that projects a shared input in one matrix product matches torch's."""
-    theirs = attention(bias=bias, batch_first=batch_first)
-    query, key, _ = attention_inputs(theirs)
-    args = (query, query, query) if shared == "self" else (query, key, key)
-    check_against_torch(theirs, fnn.MultiheadAttention, args, {"need_weights": False})
+def test_attention_with_a_shared_query_and_key():
+    x, value = randn(LEN_Q, BATCH, EMBED), randn(LEN_Q, BATCH, EMBED)
+    check_against_torch(attention(), fnn.MultiheadAttention, (x, x, value))
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

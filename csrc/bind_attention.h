@@ -198,10 +198,10 @@ struct NewRows {
   }
 };
 
-// Writes new keys and values, unless they are None, to the ends of the sequences of a KV cache,
-// which then have ends[b] rows. Runs the forward and returns (out, lse), as attention_fwd. key and
-// value of the call are the caches, or the pages if there is a block table; its mask is for
-// seqlen_k keys. Returns None to reject the call, without having written anything.
+// Appends new keys and values, unless they are None, to the sequences of a KV cache, which then
+// have ends[b] rows. Runs the forward and returns (out, lse) like attention_fwd. The key and value
+// of the call are the caches, or the pages with a block table; its mask covers seqlen_k keys.
+// Returns None to reject the call, before anything is written.
 py::object attention_decode(const py::handle& call, const py::handle& block_table, int64_t seqlen_k,
                             const py::tuple& end_of_each, const py::handle& new_key,
                             const py::handle& new_value, bool want_lse, int64_t num_threads) {

@@ -10,8 +10,6 @@
 namespace fused_attn {
 namespace {
 
-// ---- masks and operands -------------------------------------------------------------------------
-
 void read_broadcast(const TensorView& view, DenseTensor* out) {
   if (!view.is_present) return;
   out->data = view.data;
@@ -97,14 +95,14 @@ void read_mask(const py::handle& spec, Sizes* sizes, MaskParams* p) {
   }
 }
 
-// Where keys are, unless they are all rows of `key`: its first seqlen_k rows, or pages, which are
-// the first dimension of key and value.
+// Location of the keys. By default, they are all rows of `key`. Alternatives are its first seqlen_k
+// rows, or pages, which are then the first dimension of key and value.
 struct KeyRows {
   int64_t seqlen_k = -1;
   bool paged = false;
 };
 
-// Returns the sizes of query, key and value in *sizes. Returns false if they do not fit together.
+// Stores the sizes of query, key and value in *sizes. Returns false if they are inconsistent.
 bool operands_fit(const TensorView& query, const TensorView& key, const TensorView& value,
                   const KeyRows& rows, Sizes* sizes) {
   if (query.ndim != 4 || key.ndim != 4 || value.ndim != 4 || !query.is_float()) return false;
@@ -122,7 +120,7 @@ bool operands_fit(const TensorView& query, const TensorView& key, const TensorVi
          contiguous_from(key, 3) && contiguous_from(value, 3);
 }
 
-// Reads the sizes, addresses and row strides of query, key and value, which fit together.
+// Reads the sizes, addresses and row strides of query, key and value, after operands_fit().
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
                    const Sizes& sizes, AttentionParams* p) {
   p->dtype = query.dtype();
@@ -181,8 +179,6 @@ void read_packing(const py::handle& spec, Sizes* sizes, AttentionParams* p) {
   (*sizes)['K'] = p->seqlen_k;
 }
 
-// ---- options ------------------------------------------------------------------------------------
-
 // Reads an option. In an unvalidated call it may be None, which leaves the field at 0.
 template <class T>
 void read_option(const py::object& value, T* out) {
@@ -229,8 +225,6 @@ void read_offsets(const py::handle& options, NormParams* p) {
   read_offsets(offsets, runs, &p->dropout_offsets);
   p->dropout_run = p->rows / runs;
 }
-
-// ---- calls --------------------------------------------------------------------------------------
 
 // The MaskSpec singleton of unmasked calls, whose attributes need not be read. Null until
 // set_no_mask(); the reference is never released.

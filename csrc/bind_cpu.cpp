@@ -27,7 +27,7 @@ void activation(const py::kwargs& kwargs) {
   run_entry(&KernelTable::activation, params);
 }
 
-// Arguments as in `Backend.rotary`; positions are int64, contiguous.
+// Checks the arguments, as in Backend.rotary, and runs the kernel. positions: int64, contiguous.
 void rotary(const py::handle& input, const py::handle& cos, const py::handle& sin,
             const py::handle& positions, bool interleaved, bool per_dimension, bool backward,
             const py::handle& out, int64_t num_threads) {

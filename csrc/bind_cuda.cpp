@@ -61,7 +61,7 @@ void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionWeig
   read_key_mask_summary(call, fields, &p->fwd);
 }
 
-// ---- sizes of a call, for error messages --------------------------------------------------------
+// The sizes of a call, for error messages.
 
 std::string sizes_of(const AttentionParams& p) {
   std::string text;
@@ -89,11 +89,7 @@ std::string sizes_of(const SummaryParams& p) {
   return text;
 }
 
-// ---- calls --------------------------------------------------------------------------------------
-
 Sizes read_call(const py::handle&, SummaryParams*) { return {}; }
-
-// ---- checks ------------------------------------------------------------------------------------
 
 // Adds the sizes of workspaces: E head_dim rounded up to 8, F rows of row_statistics, L and M rows
 // and columns of grad_bias_parts, C x U and A x Z batch and id ranges of query_documents and

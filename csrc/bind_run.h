@@ -24,7 +24,7 @@ void run_pass(bool (*pass)(const Params&), const Params& params) {
   if (!pass(params)) throw std::bad_alloc();
 }
 
-// As run_pass(), for an entry of the kernel table.
+// Runs an entry of the kernel table with run_pass().
 template <class Params>
 void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
   run_pass(kernels_for(params).*entry, params);

@@ -42,7 +42,7 @@ FUSED_ATTN_HOST_DEVICE SequenceRows sequence_rows(const AttentionParams& p,
                                                   int64_t seqlen) {
   if (cu_seqlens == nullptr) return {b, 0, seqlen};
 #ifdef __CUDA_ARCH__
-  constexpr bool left_out = false;  // registers for it would spill those of dK and dV
+  constexpr bool left_out = false;  // its registers would cause spills in the dK and dV kernel
 #else
   const bool left_out = p.left_out != nullptr && p.left_out[b] != 0;
 #endif
@@ -101,7 +101,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_documents(const IdRange& query, const IdRan
   return one ? Tile::kFull : Tile::kPartial;
 }
 
-// Keys that any query, and keys that every query, of a run of consecutive queries sees.
+// Keys that are visible to any and to every query of a run of consecutive queries.
 struct IntervalRange {
   Interval any, every;
 };

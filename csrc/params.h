@@ -16,7 +16,7 @@ enum class DType : int64_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 enum class Activation : int64_t { kIdentity, kRelu, kGelu, kGeluTanh };
 
 // Largest number of queries for which the CPU kernels read the pages of a KV cache in place. The
-// kernels for few queries compute so many on every instruction set.
+// kernels for few queries support this many queries on every instruction set.
 constexpr int64_t kMaxPagedQueries = 4;
 
 // Tile size of mask summaries: queries by keys. The tile sizes of every backend are multiples or

@@ -1,10 +1,10 @@
 // Checks tensors against the rules beside the fields in fields/*.inc, so that no kernel accesses
 // memory outside of a tensor.
 //
-// A rule is "[!][dtype:][*]dims". ! marks a tensor that its passes need. Where the field has no
-// type, dtype is x (of the call), o (of out, see `partial`) or s (of the statistics). A letter of
-// dims is one of Sizes, exact if upper-case; if lower-case, 1 is permitted and broadcast. A digit
-// is a constant. After *, only the number of elements counts. masks/fields.py has the same letters.
+// A rule is "[!][dtype:][*]dims". ! marks a required tensor. If the field has no type, dtype is x
+// (of the call), o (of out, see `partial`) or s (of the statistics). A letter of dims is one of
+// Sizes, exact if upper-case; if lower-case, 1 is also permitted (broadcast). A digit is a
+// constant. With *, only the number of elements must match. masks/fields.py uses the same letters.
 #pragma once
 
 #include <type_traits>

@@ -74,8 +74,8 @@ void set_exchange_api(const py::object& capsule) {
   if (api->major == 1 && api->dltensor_from_py_object != nullptr) exchange_api = api;
 }
 
-// Keeps the tensors of a call and their storages alive until its kernel has run, although other
-// threads may replace them. Each function of the module has one, as its call guard.
+// Keeps the tensors of a call and their storages alive until its kernel has run, even if other
+// threads replace them. It is the call guard of each function of the module.
 class CallScope {
  public:
   CallScope() : begin_(held_.size()) {}

@@ -122,7 +122,7 @@ bool runs_tdpfp16ps() {
 #endif
 
 // Some hypervisors hide feature bits; one Granite Rapids machine did not report this one. If the
-// user selects amx_fp16 by name, the instruction itself is tried.
+// user selects amx_fp16 by name, the function also tries to execute the instruction.
 [[maybe_unused]] bool runs_amx_fp16(bool by_name) {
   if (!runs_amx()) return false;
   if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
@@ -145,7 +145,7 @@ bool pays_off(const char* isa) {
   return *isa != '\0';
 }
 
-#if defined(FUSED_ATTN_EMULATED)  // the CPU need not have what tests/x86_emulator supplies
+#if defined(FUSED_ATTN_EMULATED)  // tests/x86_emulator supplies instructions that the CPU lacks
 constexpr bool kEmulated = true;
 #else
 constexpr bool kEmulated = false;
@@ -183,12 +183,12 @@ const KernelTable& choose_kernels(const char* wanted) {
                               wanted);
 }
 
-// Sizes up to which float32 is faster with vectors than with AMX. Below them, splitting an operand
-// into three parts costs more than AMX gains. A size is a number of rows times head_dim: of the
-// queries if there are many keys, else of queries and keys.
+// Sizes up to which float32 is faster with vectors than with AMX, because splitting an operand into
+// three parts costs more than AMX gains. A size is a number of rows times head_dim: kQuerySize
+// limits the queries, kSequenceSize both queries and keys.
 //
 // Time with AMX / time with vectors, forward and backward of 48 to 384 heads (Intel, family 6,
-// model 207). While the host slowed AMX down to a quarter, they were 1.10 to 1.74 and 0.96 to 1.37.
+// model 207). On a host that slowed AMX down to a quarter, 1.10 to 1.74 and 0.96 to 1.37.
 //   128 x 128, D 64: 1.54, 1.20    256 x 256, D 64: 1.09, 0.88    128 x 1024, D 64: 0.87, 0.88
 //   197 x 197, D 64: 1.61, 1.09    384 x 384, D 64: 0.83, 0.78     48 x 1024, D 64: 1.32, 1.08
 //   128 x 128, D 128: 1.11, 0.89   256 x 256, D 128: 0.79, 0.84   512 x 512, D 32: 1.09, 0.99
@@ -215,9 +215,9 @@ const KernelTable& make_current(const char* wanted) {
   return *table;
 }
 
-// Calls run(kernels, part) for the parts of a problem that have different kernels. If sequences are
-// packed, each has the kernels that it would have alone, so its bits do not depend on the others.
-// A bias is shared by all sequences, and its gradient is a sum over them, so they have one kernel.
+// Calls run(kernels, part) for the parts of a problem that use different kernels. Each packed
+// sequence uses the kernels that it would use alone, so its result is bit-identical in any batch.
+// With a bias, all sequences use the same kernels, because the bias gradient is a sum over them.
 template <class Run>
 bool run_parts(const AttentionParams& p, const Run& run) {
   const KernelTable &tiles = kernels(), &vectors = *current_vectors.load(std::memory_order_acquire);

@@ -36,8 +36,8 @@ const KernelTable& kernels();
 // instruction set is faster for the problem and the user selected none.
 const KernelTable& attention_kernels(const AttentionParams& p);
 
-// Run a pass of attention_kernels(), or of those that each packed sequence would have alone. A
-// forward and its backward use the same kernels. Return false if out of memory.
+// Run a pass of attention_kernels(). Without a bias, each packed sequence uses the kernels that it
+// would use alone. Forward and backward use the same kernels. Return false if out of memory.
 bool attention_forward(const AttentionParams& p);
 bool attention_backward(const AttentionBwdParams& p);
 

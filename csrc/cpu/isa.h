@@ -1,9 +1,9 @@
 // Namespaces for the sources of one instruction set (kernels*.cpp), and macros that select the
 // passes that these sources compile.
 //
-// The sources are compiled once for each line of isas.inc. For most dtypes, the kernels of most
-// instruction sets would be the same machine code as those of the base, the second name of the
-// line. For these dtypes, the sources call the base's kernels and compile none.
+// The sources are compiled once for each line of isas.inc. The second name of a line is the base.
+// For dtypes whose machine code would be the same as that of the base, the sources call the base's
+// kernels instead of compiling their own.
 #pragma once
 
 #include "cpu/dispatch.h"

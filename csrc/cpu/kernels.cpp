@@ -15,8 +15,6 @@
 
 namespace fused_attn {
 
-// ---- attention ----------------------------------------------------------------------------------
-
 #if defined(FUSED_ATTN_OWN_ATTENTION)
 namespace {
 
@@ -43,7 +41,7 @@ struct Forward {
       if (tiles != nullptr && tiles->supports_decode(part)) return tiles->decode(part);
       return own::attention_decode(part);
     };
-    if (p.block_table != nullptr) return few(p);  // of at most kMaxPagedQueries queries
+    if (p.block_table != nullptr) return few(p);  // has at most kMaxPagedQueries queries
     return by_sequence(p, is_few, few, [&](const AttentionParams& part) {
       if (tiles != nullptr && wants_tiles(part)) return tiles->forward(part);
       return AttentionFwd<T>::run(part);
@@ -124,8 +122,6 @@ void own::tile_summary(const SummaryParams& p) { base::tile_summary(p); }
 double own::multiply_add_peak(int64_t threads) { return base::multiply_add_peak(threads); }
 #endif
 
-// ---- attention in tile registers ----------------------------------------------------------------
-
 #if defined(FUSED_ATTN_OWN_TILES)
 static constexpr TilePasses kTilePasses = {own::tiles_fwd,       own::tiles_take_decode,
                                            own::tiles_decode,    own::tiles_take_bwd,
@@ -141,8 +137,6 @@ bool own::tiles_take_bias(const AttentionBwdParams&) { return false; }
 bool own::tiles_bwd(const AttentionBwdParams&) { return false; }
 static constexpr const TilePasses* kTiles = nullptr;
 #endif
-
-// ---- the table ----------------------------------------------------------------------------------
 
 namespace {
 

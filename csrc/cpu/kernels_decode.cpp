@@ -1,4 +1,4 @@
-// Attention for few queries in vector registers: the forward, as in decoding, and the backward.
+// Attention for few queries with vector instructions: forward (decoding) and backward.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ATTENTION)

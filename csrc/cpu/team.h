@@ -53,13 +53,13 @@ inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
 // 32 x 12 heads of 128 x 32 in float32 then took 1.25 times as long, the backward 1.19 times (AMD
 // Zen 4).
 enum class Tasks {
-  kEqual,   // they take equally long: each thread runs adjacent tasks
-  kCached,  // their operands stay in the cores' caches: threads run the same tasks in every call
-  kShort,   // a free thread takes the next few tasks
-  kLong,    // a free thread takes the next task
+  kEqual,   // tasks take equally long: each thread runs adjacent tasks
+  kCached,  // operands stay in the cores' caches: threads run the same tasks in every call
+  kShort,   // dynamic scheduling, a few tasks at a time
+  kLong,    // dynamic scheduling, one task at a time
 };
 
-// Returns the number of adjacent tasks that a thread takes at a time.
+// Returns the number of adjacent tasks that are assigned to a thread at a time.
 inline int64_t run_length(Tasks kind, int64_t count, int64_t num_threads) {
   constexpr int64_t kRuns = 16;  // of short tasks, per thread
   const int64_t runs = kind == Tasks::kEqual   ? num_threads

@@ -1,9 +1,9 @@
-// Reports what libgomp synchronizes to ThreadSanitizer, in its build only (scripts/sanitize.py).
+// Reports the synchronization of libgomp to ThreadSanitizer, in its build only
+// (scripts/sanitize.py).
 //
-// libgomp is not instrumented. Without these wrappers, which the linker calls in place of libgomp's
-// functions (--wrap), every read of what another thread wrote before a parallel region or a barrier
-// would be reported as a race. Tasks of one loop have no order: conflicts between them are
-// reported.
+// libgomp is not instrumented. The linker calls these wrappers in place of its functions (--wrap).
+// Without them, every read of data that another thread wrote before a parallel region or a barrier
+// would be reported as a race. Conflicts between the tasks of one loop are reported.
 #include <sanitizer/tsan_interface.h>
 
 extern "C" {

@@ -11,8 +11,8 @@
 namespace fused_attn {
 namespace {
 
-// Allocator that divides one pooled block into 64-byte aligned parts. Returns the block to the pool
-// on destruction. Not thread-safe.
+// Allocator that divides one pooled block into 64-byte aligned parts. The destructor returns the
+// block to the pool. Not thread-safe.
 class Arena {
  public:
   Arena() = default;
@@ -34,8 +34,8 @@ class Arena {
     return part;
   }
 
-  // Calls place() twice: first to measure the parts that it takes, then, after allocation, to
-  // assign their addresses. Returns false if out of memory.
+  // Calls place() twice: first to measure the total size, then, after allocation, to assign
+  // addresses. Returns false if out of memory.
   template <class Place>
   bool layout(const Place& place) {
     place();
@@ -48,7 +48,7 @@ class Arena {
 
  private:
 #if defined(__SANITIZE_ADDRESS__)
-  static constexpr int64_t kGap = 64;  // after each part, and reported by ASan if it is accessed
+  static constexpr int64_t kGap = 64;  // after each part; ASan reports accesses to it
 #else
   static constexpr int64_t kGap = 0;
 #endif

@@ -43,7 +43,7 @@ struct FwdKernel {
   }
 
  private:
-  // Returns true if a backward follows. Partial results have no out_residual, but lse_residual.
+  // Returns true if a backward follows. Partial results then have lse_residual but no out_residual.
   FUSED_ATTN_DEVICE bool for_backward() const { return args.params.lse_residual != nullptr; }
 
   template <bool kPartial>

@@ -102,8 +102,6 @@ struct OwnedTile {
   int b, h, begin, count;
 };
 
-// ---- results: out, and the gradients of query, key and value ------------------------------------
-
 // Returns true if results are float although query, key and value have type T.
 template <class T>
 FUSED_ATTN_DEVICE bool is_unrounded(const AttentionParams& p) {
@@ -145,11 +143,9 @@ FUSED_ATTN_DEVICE void store_result_rows(const AttentionParams& p, uint32_t tile
       [&](int r, float low, float high) { return pair_of<T>(low * factor(r), high * factor(r)); });
 }
 
-// ---- tiles --------------------------------------------------------------------------------------
-
-// Returns the block's tile of up to `block` query rows. Beyond the end of a packed
-// sequence, its count is 0 or negative. The last tiles of each head are scheduled first, because
-// under a causal mask they take longest.
+// Returns the block's tile of up to `block` query rows. Its count is 0 or negative past the end of
+// a packed sequence. The last tiles of each head are scheduled first, because under a causal mask
+// they take longest.
 FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   const int64_t num_m = (p.seqlen_q + block - 1) / block;
   const int64_t m = num_m - 1 - block_id() % num_m, bh = block_id() / num_m;

@@ -93,8 +93,6 @@ FUSED_ATTN_DEVICE Tile classify_heads(const AttentionParams& p, const GpuParams&
   return kind;
 }
 
-// ---- keys and values ----------------------------------------------------------------------------
-
 // Addresses of the first elements of a key and of its value.
 template <class T>
 struct KeyValueRow {

@@ -44,8 +44,6 @@ struct alignas(16) Chunk {
 
 namespace fused_attn {
 
-// ---- threads ------------------------------------------------------------------------------------
-
 FUSED_ATTN_DEVICE int thread_id() { return threadIdx.x; }
 FUSED_ATTN_DEVICE int lane_id() { return threadIdx.x % 32; }
 FUSED_ATTN_DEVICE int warp_id() { return threadIdx.x / 32; }
@@ -78,8 +76,6 @@ FUSED_ATTN_DEVICE int64_t unhoisted(int64_t value) {
   asm volatile("" : "+l"(value));
   return value;
 }
-
-// ---- memory -------------------------------------------------------------------------------------
 
 extern __shared__ __align__(128) char shared_bytes[];
 
@@ -139,8 +135,6 @@ FUSED_ATTN_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- conversions and math -----------------------------------------------------------------------
-
 // Packs two floats as T into one word, rounded to nearest even. `low` is in the lower half.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t pack(float low, float high);
@@ -198,8 +192,6 @@ FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
   return result;
 }
 
-// ---- tensor cores -------------------------------------------------------------------------------
-
 // Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix
 // l / 8, a row of 16 bytes. It receives two elements of each matrix: (l / 4, 2 (l % 4)) and the
 // next one in the row.
@@ -255,8 +247,6 @@ FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// ---- launches (host) ----------------------------------------------------------------------------
 
 using Stream = cudaStream_t;
 

@@ -21,8 +21,6 @@
 namespace fused_attn {
 namespace {
 
-// ---- threads and rows ---------------------------------------------------------------------------
-
 // Number of accesses that a thread makes to its row or stretch. kWidth: elements per access, either
 // kChunkWidth or 1.
 template <int kWidth>
@@ -99,8 +97,6 @@ template <int kWidth>
 FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
   return (a * team.size + team.rank) * kWidth;
 }
-
-// ---- elements -----------------------------------------------------------------------------------
 
 // Type of a load or store: 16 bytes, or one element if kWidth is 1.
 template <class T, int kWidth>
@@ -182,8 +178,6 @@ FUSED_ATTN_DEVICE const T* row_of(const void* matrix, const RowLayout& rows, con
   return static_cast<const T*>(matrix) + s.begin + row_offset(rows, unhoisted(s.row));
 }
 
-// ---- dropout ------------------------------------------------------------------------------------
-
 struct NormDropout {
   const int64_t* seed;  // null: no dropout
   uint32_t threshold;
@@ -222,8 +216,6 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
   }
   return keep_mask;
 }
-
-// ---- forward ------------------------------------------------------------------------------------
 
 struct NormFwdArgs {
   NormParams params;

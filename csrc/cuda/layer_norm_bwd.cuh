@@ -405,8 +405,6 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   }
 }
 
-// ---- reduction over blocks ----------------------------------------------------------------------
-
 struct NormSumArgs {
   const float* partial_sums;  // (2, parts, columns)
   int64_t parts, columns;

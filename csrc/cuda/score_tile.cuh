@@ -1,4 +1,4 @@
-// Recomputation of one tile of the weights, for one head after the other.
+// Recomputes one tile of the weights, one head at a time.
 //
 // A head needs at most two matmuls, QK^T and dO V^T, which use the same shared memory. Their
 // results are not summed over keys, so masked elements may be NaN until their weight is set to 0.

@@ -12,9 +12,9 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr double kLn2 = 0.6931471805599453;
 
 // Units of the scores in a kernel. In the plain case, where scores are QK^T times a positive
-// factor, the kernel leaves QK^T unscaled, and folds the factor times log2(e) into the multiply-add
-// of the exponential. In the general case scores are in natural units. A rounded log2(e), folded
-// into the terms that are added to QK^T, would scale all of them by its rounding error.
+// factor, the kernel leaves QK^T unscaled and folds the factor times log2(e) into the multiply-add
+// of the exponential. In the general case, scores are in natural units: folding a rounded log2(e)
+// into each term of the scores would multiply all of them by its rounding error.
 template <class T, bool kGeneral>
 struct Units {
   float factor;
@@ -25,7 +25,7 @@ struct Units {
   // Converts a score to an exponent: the argument of exp2 in the plain case, of exp in the general
   // case.
   FUSED_ATTN_DEVICE float exponent(float score) const { return kGeneral ? score : score * factor; }
-  // Returns the weight exp(score - log_sum). log_sum is an exponent, score is not.
+  // Returns the weight exp(score - log_sum). log_sum was converted by exponent(), score was not.
   FUSED_ATTN_DEVICE float power(float score, float log_sum) const {
     if constexpr (!kGeneral) {
       return exp2_fast(multiply_add(score, factor, -log_sum));

@@ -20,7 +20,7 @@ struct TileSizes {
   static constexpr int kBlock = kBlock_, kStages = kStages_, kBlocks = kBlocks_;
 };
 
-// ---- forward: a block owns queries and loops over keys ------------------------------------------
+// Forward: a block owns queries and loops over keys.
 
 template <int kElementSize, int kHeadDim, bool kGeneral>
 struct FwdSizes;
@@ -53,7 +53,7 @@ struct FwdSizes<4, 192, kGeneral> : TileSizes<2, 1, 8, 1, 1> {};
 template <bool kGeneral>
 struct FwdSizes<4, 256, kGeneral> : TileSizes<2, 1, 8, 1, 1> {};
 
-// ---- backward, dQ: a block owns queries and loops over keys -------------------------------------
+// Backward, dQ: a block owns queries and loops over keys.
 
 template <int kElementSize, int kHeadDim, bool kGeneral>
 struct DqSizes;
@@ -86,7 +86,7 @@ struct DqSizes<4, 192, kGeneral> : TileSizes<2, 1, 16, 1, 1> {};
 template <bool kGeneral>
 struct DqSizes<4, 256, kGeneral> : TileSizes<2, 1, 8, 1, 1> {};
 
-// ---- backward, dK and dV: a block owns keys and loops over queries ------------------------------
+// Backward, dK and dV: a block owns keys and loops over queries.
 
 // kAddsDq: the kernel also adds to dQ, which needs additional registers.
 template <int kElementSize, int kHeadDim, bool kGeneral, bool kAddsDq>
@@ -126,7 +126,7 @@ struct DkdvSizes<4, 192, kGeneral, kAddsDq> : TileSizes<2, 1, 8, 1, 1> {};
 template <bool kGeneral, bool kAddsDq>
 struct DkdvSizes<4, 256, kGeneral, kAddsDq> : TileSizes<2, 1, 8, 1, 1> {};
 
-// ---- decoding: a block owns 16 rows and loops over keys -----------------------------------------
+// Decoding: a block owns 16 rows and loops over keys.
 
 // Tile sizes of a decoding kernel. Each of kWarps warps processes kSlice keys of a KV tile, and
 // kStages KV tiles are in shared memory. Two blocks fit on a multiprocessor of sm_80, sm_90 and
@@ -169,7 +169,7 @@ struct DecodeSizes<4, 192> : DecodeTileSizes<2, 16, 1> {};  // 48 KiB
 template <>
 struct DecodeSizes<4, 256> : DecodeTileSizes<2, 16, 1> {};  // 64 KiB; only one block fits on sm_80
 
-// ---- bias gradient and attention weights: a block owns a tile of scores -------------------------
+// Bias gradient and attention weights: a block owns a tile of scores.
 
 // Returns the number of queries, and of keys, of a score tile. With head_dim 256, the two operands
 // then occupy 64 KiB in either case: 64 rows each of 16-bit elements, or 32 rows each of float32.

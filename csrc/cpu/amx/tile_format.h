@@ -93,15 +93,15 @@ struct TileFormat : TileFormatOf<T> {
     parts[kParts - 1] = Number::upper(x);
   }
 
-  // Stores words whose lower halves come from a and whose upper halves come from b. Uses a byte
-  // shuffle, because shifts would compete with the MMAs for a port.
+  // Interleaves the upper halves of the words of a and b ("woven" order) and stores them. Uses a
+  // byte shuffle, because shifts would compete with the MMAs for a port.
   static FUSED_ATTN_INLINE void store_woven(Vec32 a, Vec32 b, uint16_t* at) {
     const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
     const __m512i low = _mm512_shuffle_epi8((__m512i)a, down);
     _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAAu, low, (__m512i)b));
   }
 
-  // Returns the position of element t of 32 after store_woven().
+  // Returns the position of element t of 32 in woven order.
   static constexpr int woven(int t) { return t < 16 ? 2 * t : 2 * t - 31; }
   // Returns the element at position i of 32, the inverse of woven().
   static constexpr int unwoven(int i) { return i / 2 + i % 2 * 16; }

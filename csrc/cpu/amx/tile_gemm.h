@@ -15,7 +15,7 @@
 namespace fused_attn {
 namespace {
 
-// The MMAs of parts that reach a float32's last bit. Each shares an operand with the previous one.
+// MMAs of parts that affect the last bit of a float32. Each reuses an operand of the previous one.
 //
 // Two parts need all four MMAs. Without the smallest, the lse of a single score was off by 2^-17,
 // more than in eager attention if float16 holds the score exactly.

@@ -138,8 +138,8 @@ class AnyRows {
   }
 
   // Splits like TileFormat::split(), but stores infinity and NaN in the last part only: the
-  // remainder inf - inf would be NaN. The last part is multiplied only by first parts, which are
-  // not 0 unless the number is. Later parts often are, and 0 * inf is NaN.
+  // remainder inf - inf would be NaN. The last part is multiplied only by first parts, which are 0
+  // only if the number is 0. Other parts are often 0, and 0 * inf is NaN.
   static void split(__m512 x, Vec32* parts) {
     F::split((Vec<float>)x, parts);
     const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);

@@ -103,7 +103,7 @@ struct PendingSums {
   alignas(64) float apart[4][kTileSums];
 };
 
-// Vector work that is empty.
+// Empty vector work.
 struct NoWork {
   bool done() const { return true; }
   template <int kQuarter>

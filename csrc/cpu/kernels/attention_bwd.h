@@ -17,10 +17,10 @@ namespace {
 
 // Computes the gradients of query, key, value and, in some calls, of the bias.
 //
-// A task is one key/value head with all its query heads, so a single thread accumulates dK and dV.
-// With the bias gradient, it is all heads that share a bias. With few heads, the keys are split as
-// well (split-KV). The splits depend only on the shape, and their dQ are added in a fixed order.
-// Results therefore do not depend on the number of threads.
+// A task is one key/value head with all its query heads, so a single thread accumulates dK and dV;
+// for the bias gradient, it is all heads that share a bias. With few heads, the keys are split as
+// well (split-KV). The splits depend only on the shape, and their dQ are added in a fixed order, so
+// results do not depend on the number of threads.
 template <class T>
 class AttentionBwd : BwdTile<T> {
   using Base = BwdTile<T>;
@@ -37,22 +37,22 @@ class AttentionBwd : BwdTile<T> {
   using typename Base::RightElement;
   using typename Base::Weight;
 
-  static constexpr int64_t kMinTasks = 8;  // aim of split-KV; each split needs a dQ buffer
+  static constexpr int64_t kMinTasks = 8;  // target of split-KV; each split needs a dQ buffer
   // Bytes of packed queries per chunk. A chunk stays in L2 during the loop over all KV blocks.
   // Without chunks, the four packed operands of 2048 queries at head_dim 64 (three bfloat16 parts)
   // take 3 MiB, and L3 latency increases the time of an MMA from 30 to 50 cycles.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
-  // From more features on, KV blocks have 64 keys. With 128, key, value and their gradients leave
+  // With more features, KV blocks have 64 keys. Otherwise, key, value and their gradients exceed
   // L2: at head_dim 512, float32 took 1.1 to 1.5 times as long (AVX-512, 2 MiB of L2; 1.15 times
   // with AVX2; 0.96 to 1.09 times with AVX-512 and 1 MiB, where bfloat16 took 0.92 to 1.1 times).
   static constexpr int64_t kMostFeatures = 256;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 
  public:
-  // Returns true if run() should also compute the bias gradient: without splits, with a task for
-  // each thread, and in types that need no correction (AttentionBwdBias). The bits are the same as
-  // in that pass, which computes the scores and dS again: 4 x 8 heads of 512 x 64 in float32 then
-  // take 63 instead of 50 ms, forward and backward (AMD Zen 4).
+  // Returns true if run() should also compute the bias gradient: if there are no splits, each
+  // thread has a task, and T needs no correction (AttentionBwdBias). The separate pass is
+  // bit-identical but computes the scores and dS again: forward and backward of 4 x 8 heads of 512
+  // x 64 in float32 then take 63 instead of 50 ms (AMD Zen 4).
   static bool supports_bias(const AttentionBwdParams& bwd) {
     const AttentionParams& p = bwd.fwd;
     const int64_t* const strides = p.mask.bias.strides;
@@ -117,7 +117,7 @@ class AttentionBwd : BwdTile<T> {
   }
 
  private:
-  // The key/value heads of a task: of how many sequences, and how many of each.
+  // Numbers of sequences and of key/value heads per sequence in a task.
   struct Shared {
     Shared(const AttentionParams& p, bool bias)
         : batches(bias && p.mask.bias.strides[0] == 0 ? max64(p.batch, 1) : 1),
@@ -253,7 +253,7 @@ class AttentionBwd : BwdTile<T> {
     const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride;
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v;
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
-    const bool same = !P::kPairs && key_columns_.count == 0;  // as the rows
+    const bool same = !P::kPairs && key_columns_.count == 0;  // P::rows() would return the same
     k_ = same ? key_columns_.left : P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
     v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
   }

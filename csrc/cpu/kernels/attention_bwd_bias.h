@@ -1,9 +1,9 @@
 // Gradient of the additive bias (float mask), reduced over its broadcast dimensions.
 //
-// This is a separate pass over the score tiles, for calls of which AttentionBwd computes the other
-// gradients only. A task computes one query tile of one (batch, head) of the bias, and loops over
-// all batches, heads and query tiles that share it by broadcasting. Threads therefore share no
-// accumulators, and memory is linear in the sequence length.
+// This is a separate pass over the score tiles, for calls in which AttentionBwd computes only the
+// other gradients. A task computes one query tile of one (batch, head) of the bias and loops over
+// all batches, heads and query tiles that broadcast it. Threads therefore share no accumulators,
+// and memory is linear in the sequence length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -111,7 +111,7 @@ class AttentionBwdBias : BwdTile<T> {
     p_.partial || sizeof(T) == sizeof(A) ? add() : add_consistent();
   }
 
-  // Accumulates dS of the query tile, whose rows need not add up to dlse in a partial result.
+  // Accumulates dS of the query tile. In a partial result, a row of dS need not add up to dlse.
   void add() {
     for (int64_t e = 0; e < p_.seqlen_k * kRows; ++e) {
       sum_[e] += grads_[e];

@@ -108,10 +108,9 @@ class BwdQueryTiles {
         &block->keys);
   }
 
-  // Returns the power of 2 by which dS of the query heads of h_kv is scaled in formats with a short
-  // exponent range. It is the largest without overflow according to this bound:
+  // Returns the largest power of 2 by which dS of the query heads of h_kv can be scaled without
+  // overflow, in formats with a short exponent range, or 1 for other formats. The bound is
   //   |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max |dlse|.
-  // Returns 1 for other formats.
   float grad_factor(int64_t b, int64_t h_kv) {
     if (!F::kShortRange) return 1;
     const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
@@ -232,9 +231,9 @@ class BwdQueryTiles {
     }
   }
 
-  // Computes delta as the diagonal of dO O^T, with the same MMAs as dP. Where one key has all the
-  // weight, delta and dP are large and must cancel. For the same reason, dlse is not folded into
-  // delta.
+  // Computes delta as the diagonal of dO O^T, with the same MMAs as dP: in rows where one key has
+  // all the weight, delta and dP are large and must cancel. For the same reason, dlse is not folded
+  // into delta.
   void load_delta(const SequenceRows& queries, BwdQueryTile* query_tile) {
     TileQuad quad;
     product_quads<F>(query_tile->grad_out, out_, steps_v_, 2, products_, &quad);

@@ -1,8 +1,8 @@
-// Attention backward for few queries and many keys. attention_bwd.h has the formulas.
+// Attention backward for few queries and many keys. attention_bwd.h lists the formulas.
 //
-// A query tile would be mostly empty. Here, a block of K and V is read once for all queries of all
-// heads that share it, and its rows of dK and dV are written once. The floor is the time to read K
-// and V and to write dK and dV.
+// A query tile would be mostly empty. This kernel reads each block of K and V once for all queries
+// of all heads that share it, and writes its rows of dK and dV once. The lower bound is the time of
+// these reads and writes.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -20,8 +20,8 @@ class AttentionBwdRows {
   static constexpr int kShare = 4;  // keys that share each load of a row of dO or Q
 
  public:
-  // Returns true if this kernel is faster than the query-tile kernels. It has no gradient of
-  // weights.
+  // Returns true if this kernel is faster than the query-tile kernels. It does not support a
+  // gradient of the weights.
   static bool pays_off(const AttentionBwdParams& bwd, int64_t queries, int64_t keys) {
     return bwd.grad_weights == nullptr && has_few_queries<T>(bwd.fwd, queries, keys);
   }
@@ -146,8 +146,8 @@ class AttentionBwdRows {
     }
   }
 
-  // Returns rowsum(dO * O) / dropout_scale of one row, rounded like an element of dO V^T. Where one
-  // key has all the weight, both are large and must cancel.
+  // Returns rowsum(dO * O) / dropout_scale of one row, rounded like an element of dO V^T: in rows
+  // where one key has all the weight, both are large and must cancel.
   A delta(const SequenceRows& queries, int64_t h, int64_t i, const A* grad_out) {
     const T* const out = at_head<T>(p_.out, p_.out_strides, queries, h) + i * p_.out_strides[2];
     const auto row = Products::padded(out, 0, 1, p_.head_dim_v, value_);

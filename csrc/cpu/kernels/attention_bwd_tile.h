@@ -80,9 +80,9 @@ class BwdTile {
     const typename P::Right grad_out =
         P::right_columns(stage_, wide_v_, p_.head_dim_v, scratch_, grad_out_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), query_tiles_);
-    // Compute delta as the diagonal of a matmul, so that it is rounded like an element of dO V^T.
-    // Where one key has all the weight, both are large and must cancel. For the same reason, dlse
-    // is not folded into delta.
+    // Compute delta as the diagonal of a matmul, so that it is rounded like an element of dO V^T:
+    // in rows where one key has all the weight, both are large and must cancel. For the same
+    // reason, dlse is not folded into delta.
     stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
@@ -212,7 +212,7 @@ class BwdTile {
 
  private:
   // Computes QK^T of a tile of few queries. bias_ holds the products until finish_scores(). stage_
-  // is overwritten only with keys that are not full vectors; of these, no operand is in place.
+  // is overwritten only if keys need padding; operands are in stage_ only if they do not.
   void multiply_few(const TileAt& at, int64_t slot) {
     const SequenceRows queries = query_rows(p_, at.b);
     const int64_t wide = round_up(p_.head_dim, kLane), stride = p_.key_strides[2];

@@ -67,7 +67,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   using Sums = BwdSums<F>;
   using Job = typename Sums::Job;
 
-  static constexpr int64_t kMinTasks = 8;  // aim of split-KV; each split needs a float dQ
+  static constexpr int64_t kMinTasks = 8;  // target of split-KV; each split needs a float dQ
   // Bytes of packed queries per chunk. A chunk stays in L2 during the loop over all KV blocks.
   static constexpr int64_t kChunkBytes = F::kParts * (int64_t{384} << 10);
   static constexpr int64_t kGroup = Sums::kGroup, kBlocks = Sums::kBlocks;
@@ -79,7 +79,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   static bool supports_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
   // Returns true if run() does not support the call: weight gradients are unbounded, so in formats
-  // with a short exponent range no scale excludes overflow of dS.
+  // with a short exponent range no scale prevents overflow of dS.
   static bool unsupported(const AttentionBwdParams& bwd) {
     return F::kShortRange && bwd.grad_weights != nullptr;
   }
@@ -378,8 +378,6 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     tile_.for_bias = work_.bias;
   }
 
-  // ---- Matmuls
-
   void add_products(const Job& job) {
     product_quads<F>(job.query_tile->query, job.block->keys.key, steps_, kKeyTiles, job.scores,
                      products_);
@@ -410,8 +408,6 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
     schedule.finish();
   }
-
-  // ---- Work outside the pipeline
 
   // Accumulates the non-finite keys, which are packed as 0, into dQ of the rows that attend to
   // them.

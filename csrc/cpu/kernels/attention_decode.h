@@ -1,8 +1,8 @@
 // Attention forward for few queries and many keys, as in autoregressive decoding.
 //
 // Decoding is memory-bound: it reads 2 * head_dim elements per key. Each key and value is therefore
-// read once, in place, for all queries of all heads that share it, also from pages (head_rows.h).
-// decode_tiles.h does this with AMX if there are enough query rows, and decode_rows.h in all other
+// read once, in place (contiguous or paged, head_rows.h), for all queries of all heads that share
+// it.
 // cases. The keys are split (split-KV). Splits have a fixed number of keys and are merged in a
 // fixed order, so the result of a sequence is bit-identical in any batch and with any number of
 // threads.
@@ -24,19 +24,19 @@ class AttentionDecode {
   static constexpr int64_t kTasksPerThread = 8;
 
  public:
-  // Returns true if this kernel is faster for sequences of these lengths than the query-tile
-  // kernels, which take as long for one query as for a full tile. If a backward follows, the scores
-  // must have the rounding of the backward. Where one key has all the weight, rounding errors
-  // cancel only then. In decoding, `keys` is the longest of the batch and must not matter.
+  // Returns true if this kernel is faster for these lengths than the query-tile kernels, which take
+  // as long for one query as for a full tile. Before a backward, the scores must round as they do
+  // there; otherwise rounding errors do not cancel in rows where one key has all the weight. In
+  // decoding, `keys` is the maximum of the batch and must not affect the choice.
   static bool pays_off(const AttentionParams& p, int64_t queries, int64_t keys) {
     if (has_few_queries<T>(p, queries, keys)) return true;
     if (queries == 0 || is_self_attention(p, queries, keys)) return false;
     if (p.lse_residual != nullptr) return false;
     const bool few = queries <= min64(kMaxQueries, kPanel<A>);
     if (few && (p.decoding || keys >= 4 * queries)) return true;
-    // With many keys, query tiles of AMX stall on memory, whereas this kernel reads at an even
-    // rate. Those without AMX prefetch the next KV block: for 24 queries, 96 heads and 2,048 keys
-    // at head_dim 64 in float32, they take 11.5 ms instead of 12.5 ms (AMD Zen 4).
+    // With many keys, AMX query tiles stall on memory, whereas this kernel reads at an even rate.
+    // Without AMX, query tiles prefetch the next KV block: 24 queries, 96 heads and 2,048 keys with
+    // head_dim 64 in float32 take 11.5 ms in query tiles and 12.5 ms in this kernel (AMD Zen 4).
     const int64_t rows = queries * (p.num_heads / max64(p.num_heads_kv, 1));
     return kTiles && rows <= kPanel<A> && (p.decoding || keys >= kLongKeys);
   }
@@ -75,7 +75,7 @@ class AttentionDecode {
     for (int64_t b = 0; b < p.batch; ++b) longest = max64(longest, decode_keys(p, b));
     const int64_t per_split = keys_per_split<T>(p), splits = max64(div_up(longest, per_split), 1);
     const int64_t heads = p.batch * p.num_heads_kv, count = heads * splits;
-    // A run of consecutive splits is a task, because the kernel prefetches the keys that follow.
+    // A task is a run of consecutive splits, because the kernel prefetches the keys that follow.
     const int64_t per_task = max64(count / (kTasksPerThread * max64(p.num_threads, 1)), 1);
     const int64_t tasks = div_up(count, per_task);
     Arena parts;  // partial results: (heads, splits, part)

@@ -9,9 +9,9 @@
 namespace fused_attn {
 namespace {
 
-// Maximum number of query tiles per task, which hold 512 queries in float32. They share each packed
-// KV block while it is cached. At head_dim 64, their queries (three bfloat16 parts) and outputs
-// occupy 320 KiB of L2. With 256 queries, 8 heads of 4096 x 64 took 8 % longer (AVX2, AMD Zen 3).
+// Maximum number of query tiles per task (512 queries in float32). They share each packed KV block
+// while it is cached. At head_dim 64, their queries (three bfloat16 parts) and outputs occupy 320
+// KiB of L2. With 256 queries, 8 heads of 4096 x 64 took 8 % longer (AVX2, AMD Zen 3).
 constexpr int64_t kMaxQueryTiles = 512 / kPanel<float>;
 
 template <class T>
@@ -162,7 +162,7 @@ class AttentionFwd {
   void begin_query_tile(const T* query, int64_t i, QueryTile& query_tile) {
     const int64_t stride = p_.query_strides[2], wide = P::pad_dim(p_.head_dim);
     const T* rows = query + i * stride;
-    // Full tiles are packed from where they are. A word of PairProduct holds two features.
+    // Full tiles are not copied first. PairProduct needs an even stride: a word is two features.
     const bool whole = queries_.count - i >= kRows && wide == p_.head_dim && stride % 2 == 0;
     if (!whole) {
       copy_rows(rows, stride, min64(kRows, queries_.count - i), p_.head_dim, stage_, kRows, wide);
@@ -232,7 +232,7 @@ class AttentionFwd {
 
   // Accumulates the weighted values of a tile into out.
   //
-  // factors: scales what has been accumulated before; null if the factors are 1.
+  // factors: rescale the accumulated out; null if all factors are 1.
   void multiply_value(const TileOf& tile, const RightElement* weights, A* factors) {
     const typename P::Left value = v_.left.group_from_key(tile.offset);
     const typename P::Right right = P::right_view(weights, ColumnSoftmax<T>::kPart);
@@ -281,7 +281,7 @@ class AttentionFwd {
   const MaskView<A>& mask_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;  // unit of the scores
-  const bool guards_;      // a weight may be 0: then NaN values are excluded (KeyColumns)
+  const bool guards_;      // a weight may be 0, so KeyColumns must zero non-finite rows
   const ColumnDropout<A> dropout_;
   HeadPrefetch prefetch_;
   Arena arena_;

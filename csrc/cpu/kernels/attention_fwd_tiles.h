@@ -23,9 +23,9 @@
 // - Packed blocks stay valid for one (head, chunk), even across tasks of the same thread. Each
 //   chunk ends with drain(), so no job still reads a block when begin_chunk() invalidates it.
 // - After a step, tile registers 0 to 3 hold the accumulators of its last quad, normally of PV of
-//   weighted_. The next quad stores them. They are flushed earlier if their memory is read or
-//   scaled before: the step had no PV (weighted_ is null), weighted_ ends its query tile, or a row
-//   of scored_ is rescaled. Steps with non-finite values and drain() also flush.
+//   weighted_. The next quad stores them. They are flushed earlier if their memory is accessed
+//   first: the step had no PV (weighted_ is null), weighted_ ends its query tile, or a row of
+//   scored_ is rescaled. Steps with non-finite values and drain() also flush.
 // - `out` of a query tile is uninitialized until its first PV, which overwrites it (Job::first).
 // - A rescale covers all earlier tiles of the query tile. PV of weighted_ is issued in the same
 //   step, before the rescale, and the weights of scored_ already use the new shift.
@@ -224,7 +224,7 @@ class AttentionFwdTiles {
     block->packed = true;
   }
 
-  // Takes a free slot for a query tile and packs its queries. The most recently freed slot is
+  // Assigns a free slot to a query tile and packs its queries. The most recently freed slot is
   // reused first, because it may still be in L1.
   QueryTile* begin_query_tile(int64_t b, int64_t h, int64_t first) {
     QueryTile* const query_tile = free_[--num_free_];

@@ -3,8 +3,8 @@
 //
 // The elements of dS in a row add up to dlse. For 16-bit types, delta is computed from an out whose
 // weights were rounded, so dS contains P times the error of delta. This term exceeds dS if a few
-// keys have nearly all the weight. The difference between the row sum and dlse determines the
-// error. Keys with much weight are corrected by it.
+// keys have nearly all the weight. The row sum minus dlse is the error of delta; the gradients of
+// the keys with large weights are corrected by it.
 #pragma once
 
 #include "cpu/kernels/tile_gradients.h"
@@ -65,7 +65,7 @@ class BiasRows {
   // after all keys were added.
   void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
     const Heavy& heavy = heavy_[at];
-    if (heavy.count == 0 || p_.partial) return;  // rows of a partial result add up to less
+    if (heavy.count == 0 || p_.partial) return;  // partial rows need not add up to dlse
     const float missed = horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
     float* const grads = row(b, h, i);
     for (int k = 0; k < heavy.count; ++k) grads[heavy.key[k]] -= missed * heavy.weight[k];

@@ -25,8 +25,8 @@ inline void raise_maxima(const A* scores, int64_t steps, A* highest) {
   }
 }
 
-// Raises the running maxima of a query tile to `highest` where kMaximumSlack requires it. Stores
-// the factors by which older weights shrink in alpha. Returns true if any factor is not 1.
+// Raises the running maxima of a query tile to `highest` where kMaximumSlack requires it. Stores in
+// alpha the factors that rescale older weights. Returns true if any factor is not 1.
 template <class A>
 inline bool update_maxima(const A* highest, const ExpUnit<A>& unit, A* maximum, A* alpha) {
   constexpr int kLane = kLanes<A>;
@@ -52,7 +52,7 @@ struct ColumnSoftmax {
   using P = Product<T>;
   using RightElement = typename P::RightElement;
   static constexpr int kLane = kLanes<A>;
-  static constexpr int kKeys = 4;  // per iteration, which computes them concurrently
+  static constexpr int kKeys = 4;  // per iteration, for instruction-level parallelism
   // Elements between the parts of the weights.
   static constexpr int64_t kPart = P::right_size(kBlockN, kPanel<A>) / P::kParts;
   // True if the weights fit in place of the scores.
@@ -70,7 +70,7 @@ struct ColumnSoftmax {
   int64_t steps;               // padded number of keys
   A* scores;                   // (steps, kRows)
   RightElement* weights;       // (steps, kRows); may be `scores` if kInPlace
-  bool keep_numbers;           // also overwrite the scores with the weights as numbers
+  bool keep_numbers;           // also overwrite the scores with the weights, in type A
   ExpUnit<A> unit;             // unit of the scores
   Vec<A> sum[2] = {};          // row sums of the unrounded weights before dropout
   Vec<A> rounded_sum[2] = {};  // row sums of the rounded weights, if P::kRoundsWeights

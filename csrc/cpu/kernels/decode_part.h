@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kDecodeKeys = 64;  // keys per block
 
 // Returns the number of keys per split, a multiple of kDecodeKeys. It must not depend on the batch
-// or on the number of threads. Reading 128 KiB takes about 10 us, a few times the cost of a task.
+// or the number of threads. Reading 128 KiB takes about 10 us, a few times the overhead of a task.
 template <class T>
 inline int64_t keys_per_split(const AttentionParams& p) {
   constexpr int64_t kSplitBytes = int64_t{128} << 10, kMinKeys = 2 * kDecodeKeys;
@@ -28,18 +28,18 @@ inline int64_t decode_keys(const AttentionParams& p, int64_t b) {
 }
 
 // Maximum number of queries for which the kernels for few queries are faster than query tiles with
-// any number of keys. AMD Zen 3, head_dim 64, float32: 8 queries and 31 keys take 0.75 of torch's
-// time and 0.90 in query tiles; 16 queries and 16 keys take 1.02 and 0.73.
+// any number of keys. Time relative to torch (AMD Zen 3, head_dim 64, float32): 8 queries and 31
+// keys take 0.75, in query tiles 0.90; 16 queries and 16 keys take 1.02, in query tiles 0.73.
 constexpr int64_t kFewQueries = 8;
 
-// The same for bfloat16 in pairs, of which query tiles multiply twice as many at a time. Forward
-// and backward of 128 heads of 512 x 64 take 0.6 of the time for 1 or 2 queries and 0.67 for 4;
-// with 8 queries, 32 keys take 1.4 times as long (AMD Zen 4).
+// The limit for bfloat16 pairs, which double the rate of query tiles. Time relative to query tiles,
+// forward and backward of 128 heads of 512 x 64 (AMD Zen 4): 0.6 for 1 or 2 queries, 0.67 for 4.
+// With 8 queries, 32 keys take 1.4 times as long.
 constexpr int64_t kFewQueriesOfPairs = 4;
 
-// Returns true if a number of queries is small enough for these kernels to compute forward and
-// backward. Tiles are classified by one query tile, which must hold them all. With AMX, pairs have
-// a decode kernel of their own, without a backward.
+// Returns true if these kernels compute forward and backward for this number of queries. Tiles are
+// classified for one query tile, which must hold all queries. With AMX, pairs have a separate
+// decode kernel, which has no backward.
 template <class T>
 inline bool few_queries(int64_t queries) {
 #if defined(__AMX_BF16__)
@@ -50,16 +50,15 @@ inline bool few_queries(int64_t queries) {
   return queries > 0 && queries <= min64(kMost, kPanel<Acc<T>>);
 }
 
-// Returns true if query tiles compute a sequence because it attends to itself. Padding would
-// otherwise change the kernel of a short sequence, and with it the bits. Shorter sequences than
-// kShortest take up to 2.5 times as long in query tiles (AMD Zen 3, 2 x 2, with gradients), 8 x 8
-// takes 0.9 times as long.
+// Returns true for self-attention that query tiles compute. Otherwise, padding would change the
+// kernel of a short sequence and thus its result. Sequences shorter than kShortest take up to 2.5
+// times as long in query tiles (AMD Zen 3, 2 x 2, with gradients); 8 x 8 takes 0.9 times as long.
 inline bool is_self_attention(const AttentionParams& p, int64_t queries, int64_t keys) {
   constexpr int64_t kShortest = 5;
   return queries == keys && queries >= kShortest && !p.decoding;
 }
 
-// Returns true if the scores of a call with gradients are those of RowProducts, in the forward and
+// Returns true if RowProducts computes the scores of a call with gradients, in the forward and
 // wherever they are recomputed.
 template <class T>
 inline bool has_few_queries(const AttentionParams& p, int64_t queries, int64_t keys) {

@@ -1,8 +1,8 @@
 // Decode kernel for vector units: few queries, many keys.
 //
-// Vector lanes hold features, so keys and values are read in place, and each score is a horizontal
-// sum (row_products.h). With AVX-512 and from kMinColumns query rows on, QK^T is computed with
-// queries in lanes instead, and the scores are then transposed, unless a backward follows.
+// Vector lanes hold features: keys and values are read in place, and each score is a horizontal sum
+// (row_products.h). With AVX-512, kMinColumns or more query rows and no backward, lanes hold
+// queries in QK^T instead, and the scores are transposed.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -20,14 +20,14 @@ class DecodeRows {
   // registers.
   static constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
   static constexpr bool kTransposes = kLane == 16;  // little gain with AVX2
-  // Minimum number of query rows for QK^T with queries in lanes, even if many lanes are unused. On
-  // AVX-512, a block of 64 keys at head_dim 64 in float32 takes 2.25 us with either layout for 8
+  // Minimum number of query rows for QK^T with queries in lanes, even if many lanes are unused. A
+  // block of 64 keys at head_dim 64 in float32 (AVX-512) takes 2.25 us with either layout for 8
   // queries. For 16 queries, it takes 3.0 us with queries in lanes and 4.5 us with features in
   // lanes.
   static constexpr int64_t kMinColumns = 9;
 
  public:
-  // At 8 bfloat16 queries: 4.6 ms, against 6.1 in a query tile (96 heads, 2,048 x 64, AMD Zen 4).
+  // 8 bfloat16 queries take 4.6 ms, in a query tile 6.1 ms (96 heads, 2,048 x 64, AMD Zen 4).
   static constexpr int64_t kMaxQueries = Product<T>::kPairs && sizeof(T) == 2 ? 8 : 16;
 
   DecodeRows(const AttentionParams& p, const MaskView<A>& mask, const DecodeShape<A>& shape)
@@ -135,7 +135,7 @@ class DecodeRows {
   struct Block {
     const E* row(int64_t t) const { return chunks[t / kSumSteps] + t % kSumSteps * stride; }
 
-    const E* chunks[kDecodeKeys / kSumSteps];  // null if there is no such row
+    const E* chunks[kDecodeKeys / kSumSteps];  // null for missing rows
     int64_t stride;
   };
   static_assert(kSumSteps % kLane == 0, "vectors of keys must be in one chunk");
@@ -147,7 +147,7 @@ class DecodeRows {
     return block;
   }
 
-  // Returns the rows [j, j + n) that have an address; none if chunks are not in one page each.
+  // Returns the rows [j, j + n) that have an address; none if a chunk may span two pages.
   static Block<T> in_place(const HeadRows<T>& rows, int64_t j, int64_t n) {
     Block<T> block{{}, rows.stride()};
     if (!rows.has_runs(kSumSteps)) return block;
@@ -334,8 +334,8 @@ class DecodeRows {
     }
   }
 
-  // Accumulates kVectors vectors of features of PV, from vector c on, over `count` keys from t on,
-  // which are in one chunk.
+  // Accumulates PV of one chunk into kVectors vectors of features, beginning with vector c. The
+  // chunk has `count` keys, beginning with key t.
   template <int kCount, int kVectors>
   void add_features(const Block<T>& value, int64_t t, int64_t count, int64_t first, int64_t c,
                     A* out) const {

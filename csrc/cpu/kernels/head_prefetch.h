@@ -79,7 +79,7 @@ class HeadPrefetch {
     bool written;
   };
 
-  bool heads_ = false, blocks_ = false;  // what is prefetched
+  bool heads_ = false, blocks_ = false;  // granularity of prefetching
   int64_t rows_per_call_ = 0, row_ = 0, end_ = 0;
   int count_ = 0;
   Operand operands_[kMaxOperands];

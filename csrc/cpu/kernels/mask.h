@@ -9,15 +9,15 @@
 namespace fused_attn {
 namespace {
 
-// Replaces NaN by the one with the fewest bits. Weights and gradients are rounded to bfloat16 by an
-// addition to their bits, which turns NaN of a float32 bias, slope or dlse into numbers if its low
-// bits are ones.
+// Replaces any NaN by the default quiet NaN. Rounding weights and gradients to bfloat16 adds to
+// their bits, which would turn a NaN of a float32 bias, slope or dlse into a number if its low bits
+// are ones.
 template <class A>
 inline A with_plain_nan(A x) {
   return x == x ? x : static_cast<A>(__builtin_nan(""));
 }
 
-// Returns the sum of scores and their bias. The sum alone would not mask NaN: NaN + -inf is NaN.
+// Returns score + bias, and -inf where the bias is -inf, even if the score is NaN.
 template <class A>
 inline Vec<A> biased(Vec<A> score, Vec<A> bias) {
   const Vec<A> nan = broadcast<A>(static_cast<A>(__builtin_nan("")));
@@ -29,7 +29,7 @@ inline Vec<A> biased(Vec<A> score, Vec<A> bias) {
 // cache.
 constexpr int64_t kBlockN = 128;
 
-// Returns the interval of query i in the table of intervals, if there is one.
+// Returns the interval of query i, which is unlimited without a table of intervals.
 inline Interval interval_of(const MaskParams& mask, int64_t b, int64_t h, int64_t i) {
   if (mask.intervals == nullptr) return {0, kUnlimited};
   return mask.intervals[b * mask.intervals_strides[0] + h * mask.intervals_strides[1] + i];
@@ -44,7 +44,7 @@ inline uint64_t first_bits(int64_t n) {
   return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
 }
 
-// Returns bits j to j + 63 of query i in the table of bits. Those from seqlen_k on are undefined.
+// Returns bits j to j + 63 of query i in the table of bits. Bits past seqlen_k are undefined.
 inline uint64_t bits_of(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int64_t* const strides = p.mask.bits_strides;
   const int64_t word = j / 64, shift = j % 64;
@@ -160,8 +160,8 @@ class MaskView {
     }
   }
 
-  // The table of intervals has (batches * heads) runs of seqlen_q, without those it is broadcast
-  // to.
+  // Returns the number of (batch, head) pairs in the table of intervals, where a broadcast
+  // dimension counts as 1.
   int64_t interval_heads() const {
     const int64_t* const strides = mask_->intervals_strides;
     return (strides[0] == 0 ? 1 : p_->batch) * (strides[1] == 0 ? 1 : p_->num_heads);
@@ -396,11 +396,11 @@ class MaskView {
     }
   }
 
-  // As read_dense(), for the table of bits. Writes up to kBlockN bytes.
+  // Writes bits of query i as one byte per key, for n keys rounded up to a multiple of 64.
   void read_bits(int64_t b, int64_t h, int64_t i, int64_t j_begin, int64_t n, uint8_t* row) const {
     for (int64_t j = 0; j < n; j += 64) {
       const uint64_t bits = bits_of(*p_, b, h, i, j_begin + j);
-      for (int64_t byte = 0; byte < 8; ++byte) {  // byte k of the product keeps bit k alone
+      for (int64_t byte = 0; byte < 8; ++byte) {  // byte k of `bytes` is nonzero if bit k is set
         const uint64_t copies = (bits >> (8 * byte) & 0xFF) * 0x0101010101010101u;
         const uint64_t bytes = copies & 0x8040201008040201u;
         memcpy(row + j + 8 * byte, &bytes, 8);
@@ -408,8 +408,8 @@ class MaskView {
     }
   }
 
-  // Clears the bits that bytes mask. Four keys of a row form one word, so a transposed vector holds
-  // four keys of kLanes queries.
+  // Clears the bits of `words` whose byte is 0. The bytes of four keys of a query form one 32-bit
+  // word, so a transposed vector holds four keys of kLanes queries.
   //
   // read(l, row): writes a byte for each key of query l, nonzero if visible.
   template <class Read>

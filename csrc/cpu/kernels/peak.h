@@ -1,5 +1,5 @@
-// Measures the peak rates of this instruction set's multiply instructions without other work.
-// Benchmarks compare kernels with these rates.
+// Measures the peak rate of the multiply instructions of this instruction set. Benchmarks compare
+// kernels with these rates.
 #pragma once
 
 #include <time.h>
@@ -16,11 +16,11 @@ inline double seconds_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Independent sums of the loop below. 8 suffice for two multiply-adds per cycle, latency 4.
+// Independent accumulators. 8 hide a latency of 4 cycles at two multiply-adds per cycle.
 constexpr int kPeakChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
 
-// Returns x as a number that the compiler does not know. If it knew the start of a sum, it could
-// remove the sum from the loop: 1 is a fixed point of sum * 0.999 + 0.001.
+// Returns x, hidden from constant propagation. If the compiler knew the start values, it could
+// remove a sum from the loop: 1 is a fixed point of sum * 0.999 + 0.001.
 inline float hidden(float x) {
   volatile float hidden_x = x;
   return hidden_x;
@@ -44,9 +44,9 @@ inline double spin_multiply_add(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
-// Runs tile MMAs with one operand load per MMA. Returns the number of operations, where the MMAs of
-// all parts count once. Types of several parts need fewer loads (float32: 14 operands for 24 MMAs),
-// so their actual peak is slightly higher.
+// Runs tile MMAs with one operand load per MMA. Returns the number of operations; the MMAs of all
+// parts of a number count as one. Types with several parts need fewer loads (float32: 14 operands
+// for 24 MMAs), so their actual peak is slightly higher.
 template <class F>
 inline double spin_tiles(int64_t rounds) {
   TileRegisters registers;

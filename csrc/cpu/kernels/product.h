@@ -30,17 +30,17 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   }
 }
 
-// Steps accumulated before the sum is added to the total, because the error of a sum grows with its
-// length. Sums over keys round at the magnitude of the weights accumulated so far.
+// Steps per partial sum. The rounding error of a sum grows with its length, and sums over keys
+// round at the magnitude of the accumulated weights.
 //
 // If one key dominates, 32 steps instead of 128 halve the error of out. With 32, a row of 40 keys,
-// two of them large, still had 1.15 times the error limit.
+// two of them large, still exceeded the error limit by 15 %.
 constexpr int64_t kSumSteps = 16;
-// Steps for dO V^T, whose elements are large. Their rounding error remains if dS is a small
-// difference. With 8, the error of dQ halves in rows that one key dominates.
+// Steps per partial sum of dO V^T, whose large rounding error remains if dS is a small difference.
+// With 8, the error of dQ halves in rows that one key dominates.
 constexpr int64_t kShortSumSteps = 8;
-// Steps of a sum for operands of type T: 16-bit results round more than float32 sums of any length.
-// With partial sums, their forward took 12 to 17 % longer (AVX2).
+// Steps per partial sum for type T. Rounding to 16 bits loses more than a float32 sum of any
+// length, and partial sums made the 16-bit forward 12 to 17 % slower (AVX2).
 template <class T, int64_t kSteps>
 constexpr int64_t kStepsOf = sizeof(T) == 2 ? kAllSteps : kSteps;
 
@@ -53,8 +53,7 @@ class NumberProduct {
   static constexpr int64_t kRows = kPanel<A>;
   static constexpr bool kPairs = false;
   static constexpr int kParts = 1;
-  // Query tiles whose weights the backward multiplies together. The weights of one tile fill half
-  // of L1.
+  // Query tiles per matmul of the backward. The weights of one tile fill half of L1.
   static constexpr int64_t kGroup = 1, kRowGap = 0;
 
   struct Left {
@@ -83,8 +82,8 @@ class NumberProduct {
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
 
   // Returns rows of key or value as a left operand, in place if they are adjacent and need no
-  // conversion. In (batch, seqlen, heads, dim) tensors, rows are a power of two apart and share few
-  // cache sets: the forward of 32 heads of 1024 x 64 then took 98 ms, with a copy 78 ms (Zen 3).
+  // conversion. Rows of (batch, seqlen, heads, dim) tensors are a power of two apart, in few cache
+  // sets: the forward of 32 heads of 1024 x 64 takes 98 ms in place, 78 ms with a copy (Zen 3).
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T*, A* buffer) {
     if constexpr (sizeof(T) == sizeof(A)) {
       if (stride == dim) return {src, stride};
@@ -100,9 +99,9 @@ class NumberProduct {
   }
 
   // Packs rows like columns(), but in groups of features, (group, key, kGroupRows), which
-  // multiply() reads from beginning to end. In rows that are a power of two apart, a feature of all
-  // keys shares few sets of L1. With AVX2 (Zen 3), the forward is 3 to 12 % faster; the backward,
-  // whose blocks serve fewer query tiles, is not. Groups of 6 rows do not divide vectors.
+  // multiply() reads sequentially. Otherwise, if rows are a power of two apart, one feature of all
+  // keys maps to few L1 sets. The forward is 3 to 12 % faster (AVX2, Zen 3); the backward is not,
+  // because its blocks serve fewer query tiles.
   static constexpr int64_t kGroupRows = micro_rows(kStepsOf<T, kSumSteps>);
   static constexpr bool kInGroups = sizeof(T) == sizeof(A);
   static constexpr Layout kGroups = kInGroups ? Layout::kColumnGroups : Layout::kColumnMajor;
@@ -167,10 +166,10 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // True if Into::kStoreMaximum is faster than another pass over the product. Here, it is not,
+  // True if Into::kStoreMaximum is faster than a second pass over the product. It is slower here,
   // because totals are spilled.
   static constexpr bool kFindsMaxima = false;
-  // Returns the number of groups in which multiply() computes m rows.
+  // Returns the number of row groups in which multiply() computes m rows.
   static int64_t groups(int64_t m) { return (m + kGroupRows - 1) / kGroupRows; }
   // between: called before each group of rows.
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
@@ -186,8 +185,8 @@ class NumberProduct {
 // planes that are `part` elements apart. A 32-bit word holds two neighboring features or keys, or
 // queries l and l + kLane of a group of 2 * kLane queries.
 //
-// With vdpbf16ps, the words of columns() are stored by keys, (keys / 2, dim): value is not
-// transposed then. Tiles of rows (AMX, BFMMLA) need them by features, (dim, keys / 2).
+// With vdpbf16ps, columns() stores the words by keys, (keys / 2, dim), so value need not be
+// transposed. Row tiles (AMX, BFMMLA) need them by features, (dim, keys / 2).
 template <class T>
 class PairProduct {
  public:
@@ -203,9 +202,9 @@ class PairProduct {
 #else
   static constexpr bool kByKeys = true;
 #endif
-  // Query tiles whose weights the backward multiplies together, so that accumulators over queries
-  // stay in registers. The weights of 128 queries by 128 keys in three parts take 96 KiB of L2. 8
-  // tiles are 3 % slower than 4.
+  // Query tiles per matmul of the backward, so that accumulators over queries stay in registers.
+  // The weights of 128 queries by 128 keys in three parts take 96 KiB of L2. 8 tiles are 3 % slower
+  // than 4.
   static constexpr int64_t kGroup = 4;
 
   struct Left {
@@ -332,7 +331,7 @@ class PairProduct {
   }
   static int64_t scratch_size(int64_t dim) { return kParts * kRows * pad_dim(dim) / 2; }
 
-  // The buffer has one plane for each part of a number, and each plane has `panels` panels.
+  // The buffer has one plane for each part of a number. Each plane holds `panels` panels.
   static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
     const int64_t wide = pad_dim(dim);
     for (int64_t l = 0; l < kLane; ++l) {
@@ -354,8 +353,8 @@ class PairProduct {
     Vec32 part[kParts];  // each in the upper halves of its words
   };
 
-  // Splits weights into parts. Truncates all parts but the last, so that the remainder is exact.
-  // Rounds the last part, except that a third part is exact.
+  // Splits weights into parts. All parts but the last are truncated, so that the remainder is
+  // exact. The last part is rounded, unless it is the third, which is exact.
   static Weight weight(Vec<float> x) {
     Weight w;
     for (int p = 0; p < kParts - 1; ++p) {
@@ -368,8 +367,8 @@ class PairProduct {
 
   // True if the weights are rounded for the matmul.
   static constexpr bool kRoundsWeights = kParts < 3;
-  // Returns sum + a + b for rounded weights. Takes one instruction per part; adding unrounded
-  // weights takes two.
+  // Returns sum + a + b for rounded weights, with one instruction per part. Unrounded weights need
+  // two.
   static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
     constexpr uint32_t kOnes = 0x3F803F80u;
     for (int p = 0; p < kParts; ++p) {
@@ -482,8 +481,8 @@ struct ProductOf<float> {
 template <class T>
 using Product = typename ProductOf<T>::type;
 
-// The precision that exp needs. It is lower if Product<T> rounds the results, the softmax weights,
-// for the matmul.
+// The precision that exp needs. It is lower if Product<T> rounds the softmax weights for the
+// matmul.
 template <class T>
 constexpr Precision kPrecision = Precision::kFull;
 template <>

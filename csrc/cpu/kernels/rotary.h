@@ -19,7 +19,7 @@ class RotaryPass {
   }
 
  private:
-  // The factors of one token: those of the first and of the second dimension of each pair.
+  // Cosines and sines of a token, for the first and for the second dimension of each pair.
   template <class Table>
   struct Factors {
     const Table *cos, *cos_second, *sin, *sin_second;

@@ -2,8 +2,8 @@
 // read in place, and each product is a horizontal sum.
 //
 // The forward of few queries and all kernels that recompute its scores call these functions, which
-// add in the same order for any number of rows, so the scores are bit-identical. Where one key has
-// all the weight, rounding errors cancel only then.
+// add in the same order for any number of rows, so the scores are bit-identical. Otherwise,
+// rounding errors would not cancel in rows where one key has all the weight.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -49,7 +49,7 @@ struct RowProducts {
         before(t + l);
         return keys + min64(l, n - 1 - t) * stride;
       };
-      // Fewer rows read one key at a time. Calls that multiplied one query by 8 keys at a time, or
+      // With fewer rows, keys are read one at a time: multiplying one query by 8 keys at a time, or
       // two by 4, took 1.3 to 1.5 times as long (AMD Zen 1).
       if constexpr (kCount < kShare) {
         for (int64_t l = 0; l < kLane; ++l) {
@@ -98,8 +98,8 @@ struct RowProducts {
   }
 
  private:
-  // Computes sums[i][l], whose lanes add up to the product of row i with a key: the sum over
-  // vectors of even index plus that over vectors of odd index.
+  // Computes sums[i][l], whose lanes add up to the product of row i with a key. Vectors of even and
+  // odd index are summed separately.
   template <int kCount>
   static FUSED_ATTN_INLINE void multiply_key(const T* key, int64_t wide, const A* rows,
                                              int64_t row_stride, int64_t l, Vec<A> (*sums)[kLane]) {
@@ -115,7 +115,7 @@ struct RowProducts {
     for (int i = 0; i < kCount; ++i) sums[i][l] = sum[0][i] + sum[1][i];
   }
 
-  // The same for keys l and l + 1, which share each load of a row.
+  // Computes sums[i][l] and sums[i][l + 1]. The two keys share each load of a row.
   template <int kCount>
   static FUSED_ATTN_INLINE void multiply_pair(const T* const* keys, int64_t wide, const A* rows,
                                               int64_t row_stride, int64_t l,

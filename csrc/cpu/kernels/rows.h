@@ -66,7 +66,7 @@ class RowDropout {
   using Columns = DropoutColumns<>;
 
  public:
-  static constexpr int kColumns = Columns::kColumns;  // columns decided together
+  static constexpr int kColumns = Columns::kColumns;  // columns per draw
 
   // offsets: one entry of dropout_offsets per run of `run` consecutive rows; null if there are
   // none.

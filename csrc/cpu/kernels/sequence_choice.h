@@ -1,4 +1,4 @@
-// Choice between the kernels for few queries and for query tiles, for each packed sequence.
+// Choice between the kernel for few queries and the query-tile kernel, for each packed sequence.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -6,12 +6,12 @@
 namespace fused_attn {
 namespace {
 
-// Computes a call by two kernels. If the sequences are packed, each kernel computes those that it
-// would compute alone, so the bits of a sequence do not depend on the others.
+// Runs a call with `few` or `tiles`. Packed sequences are divided between the two by their lengths
+// alone, so the result of a sequence is bit-identical in any batch.
 //
-// is_few(queries, keys): true if `few` computes sequences of these lengths, of at most 63 queries.
-// few(p), tiles(p): compute the sequences that p does not leave out. `few` requires that each of
-// them has p.seqlen_q queries.
+// is_few(queries, keys): returns true if `few` computes sequences of these lengths. Packed
+// sequences of more than 63 queries always use `tiles`. few(p), tiles(p): compute the sequences
+// that p.left_out does not exclude, which for `few` all have p.seqlen_q queries.
 template <class IsFew, class Few, class Tiles>
 bool by_sequence(const AttentionParams& p, const IsFew& is_few, const Few& few,
                  const Tiles& tiles) {
@@ -21,7 +21,7 @@ bool by_sequence(const AttentionParams& p, const IsFew& is_few, const Few& few,
     const int64_t queries = query_rows(p, b).count;
     return queries <= kMost && is_few(queries, key_rows(p, b).count) ? queries : 0;
   };
-  uint64_t present = 0;  // bit n: there are sequences of n queries
+  uint64_t present = 0;  // bit n: some sequence has queries_of_few() == n
   for (int64_t b = 0; b < p.batch; ++b) present |= uint64_t{1} << queries_of_few(b);
   if (present <= 1) return tiles(p);
   Arena arena;

@@ -21,7 +21,7 @@ struct GradientRows {
 // cache line costs about as much as a vector multiply-add.
 constexpr int64_t kGradientKeys = 32;
 
-// Stores P and dS as pairs of queries (for dV and dK), and dS also in rows (for dQ).
+// Computes P and dS. Stores both as pairs of queries (for dV and dK), and dS also in rows (for dQ).
 template <class T>
 class TileGradients {
   using F = TileFormat<T>;

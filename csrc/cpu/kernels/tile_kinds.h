@@ -1,5 +1,4 @@
-// For tests and tools only (debug.h): returns the class of each tile, from the function that the
-// kernels call.
+// Classifies tiles with the function that the kernels call. For tests and tools only (debug.h).
 #pragma once
 
 #include "cpu/debug.h"

@@ -11,10 +11,10 @@ namespace {
 
 // Softmax state of a query tile, by row.
 struct QueryTileRows {
-  // The value that is subtracted from the scores, in their units; NaN before the row's first
-  // visible key. It may be lower than the row maximum: weights may exceed 2^kWeightExponent by a
-  // factor of up to 2^kMaximumSlack. Results are then rescaled a few times per row instead of for
-  // nearly every block.
+  // The value subtracted from the scores, in score units; NaN before the row's first visible key.
+  // It may lag behind the row maximum: weights may be up to 2^kMaximumSlack times larger than
+  // 2^kWeightExponent. Accumulators are thus rescaled a few times per row, not at nearly every
+  // block.
   alignas(64) float shift[kTileQueries];
   alignas(64) float start[kTileQueries];  // the shift in the form that Weights::begin() expects
   // Row sums of the weights before and after rounding, one partial sum per lane.
@@ -31,8 +31,8 @@ template <class T, bool kSum>
 class ExpWeights {
   using F = TileFormat<T>;
   static constexpr int kMaximumSlack = 8;
-  // exp2_nearest() wraps around from 2^128 on. Scores that far above the shift are clamped to this
-  // exponent of 2, so that overflows() is true.
+  // exp2_nearest() wraps around at 2^128, so exponents are clamped to this value, for which
+  // overflows() is true.
   static constexpr float kMostExponent = 100;
 
  public:
@@ -84,10 +84,10 @@ class ExpWeights {
   Vec<float> shift_{}, rounded_{}, sum_{};
 };
 
-// Computes bfloat16 weights with integer instructions, half as many as a polynomial needs. The
-// exponent of 2, in steps of 1/128, is also the bit pattern of a bfloat16 whose mantissa is 1 + f
-// instead of 2^f, where f is the fraction. A table of 128 bytes holds the difference. The error is
-// at most 2.7e-3 (rounding alone: 3.9e-3), which is not accurate enough for the sums of an lse.
+// Computes bfloat16 weights with integer instructions, half as many as a polynomial needs. In steps
+// of 1/128, the exponent of 2 is the bit pattern of a bfloat16 with mantissa 1 + f instead of 2^f
+// (f: its fraction). A table of 128 bytes corrects the difference. The error is at most 2.7e-3
+// (rounding alone: 3.9e-3), which is not accurate enough for the sums of an lse.
 //
 // Shifts are integer numbers of steps. The multiply-add that converts a score to steps also
 // subtracts the shift. A score equal to its shift has a weight of 2^-7, so a bit test detects
@@ -108,9 +108,9 @@ class TableWeights {
   // Returns the key at position i, the inverse of position().
   static constexpr int key_at(int i) { return i / 8 * 4 + i % 8 / 4 * 16 + i % 4; }
 
-  // Rounds *shift to an integer number of steps and returns the steps of a score of 0. Returns NaN,
-  // for which overflows() is true, if there are too many steps for a float to represent them
-  // exactly.
+  // Rounds *shift to an integer number of steps and returns the addend of the multiply-add that
+  // converts scores to steps. Returns NaN, for which overflows() is true, if a float cannot
+  // represent the number of steps exactly.
   static Vec<float> start(const ExpUnit<float>& unit, Vec<float>* shift) {
     const float step = 128 * unit.high;
     const Vec<float> steps = *shift * step + kRound - kRound, nearest = steps / step;

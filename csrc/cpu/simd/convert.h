@@ -236,8 +236,8 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 }
 #endif
 
-// ---- residuals of rounding to 16 bits, as differences of float32 bits
-// (AttentionParams::out_residual)
+// Residuals of rounding to 16 bits are differences of float32 bit patterns
+// (AttentionParams::out_residual).
 
 typedef int16_t Residuals __attribute__((vector_size(kVectorBytes / 2)));
 

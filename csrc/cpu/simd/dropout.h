@@ -100,8 +100,7 @@ FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t thre
 }
 
 // Dropout decisions for kColumns neighboring columns, the first of which is a multiple of 8. With
-// AVX-512, kRows may be 2. Each vector then holds half as many columns of a row, followed by those
-// of the next row.
+// AVX-512, kRows may be 2: each vector then holds half as many columns, for a row and the next row.
 template <int kRows = 1>
 class DropoutColumns {
   static constexpr int kOctets = kPhiloxLanes / kRows;
@@ -186,8 +185,8 @@ class DropoutRows {
   FUSED_ATTN_INLINE void keep(int64_t column, uint32_t keep_mask[kDecisions]) const {
     const Vec<uint64_t> zero{};
     const auto& key = keys_->key;
-    // The first three rounds. What does not depend on the row is computed once, and what does not
-    // depend on the column is in rows_.
+    // The first three rounds. Terms that do not depend on the row are computed once. Terms that do
+    // not depend on the column are in rows_.
     const uint64_t first =
         uint64_t{kPhiloxMultiplier0} * static_cast<uint32_t>(column / kDecisions);
     const uint64_t second =
@@ -219,7 +218,7 @@ class DropoutRows {
 
  private:
   // Returns the row of lane l of vector x. With kShorts, the 16-bit parts of four vectors are
-  // interleaved into one vector, in which they must follow the order of the rows.
+  // interleaved into one vector, whose lanes must be in row order.
   static constexpr int row_of_lane(int x, int l) {
     return kShorts ? 4 * l + x % 2 * 2 + x / 2 : x * kPhiloxLanes + l;
   }

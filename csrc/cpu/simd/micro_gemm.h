@@ -4,21 +4,20 @@
 // vectors of B and micro_rows() elements of A. On a machine with two multiply-add units,
 // multiply-adds alone then limit the speed.
 //
-// The sums of these rows of C stay in registers, and so do most of the totals to which they are
-// added. Products alone, as shares of the peak rate of multiply-adds (float32, 64 steps of A stored
-// by rows and 128 of A stored by columns; sums of 16 steps unless stated):
+// Partial sums of these rows of C stay in registers, and so do most of the totals to which they are
+// added. Share of the peak multiply-add rate (float32, partial sums of 16 steps unless stated), for
+// A row-major in 64 steps and column-major in 128 steps:
 //
 //   AVX-512, AMD Zen 5
-//     sums added to C in memory, 12 rows: 0.95, 0.96; 8 steps 0.90, 0.93
+//     partial sums added to C in memory, 12 rows: 0.95, 0.96; 8 steps 0.90, 0.93
 //     totals in registers, 6 rows: 0.98, 0.88, because 12 sums are too few to hide the latency
 //     totals in registers, 8 rows: 0.97, 0.97; 8 steps 0.97, 0.98, although a few are spilled
-//     one sum, 8 rows: 0.98, 0.99
-//   AVX2, AMD Zen 3
-//     6 rows, all totals spilled: 0.77, 0.80; if another thread uses the same core 0.73, 0.73
+//     single sum, 8 rows: 0.98, 0.99
+//   AVX2, AMD Zen 3; after the semicolon, with another thread on the same core
+//     6 rows, all totals spilled: 0.77, 0.80; 0.73, 0.73
 //     4 rows: 0.92, 0.90; 0.74, 0.72
-//     one sum, 6 rows: 0.93, 0.94; 0.87, 0.84; 4 rows: 0.97, 0.91; 0.78, 0.75
-//
-// On an AMD Zen 1, whose units are half as wide, 6 rows reach 0.83 and 0.85, one sum 0.97 and 0.96.
+//     single sum, 6 rows: 0.93, 0.94; 0.87, 0.84; 4 rows: 0.97, 0.91; 0.78, 0.75
+//   AMD Zen 1, with half as wide units: 6 rows 0.83, 0.85; single sum 0.97, 0.96
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -41,7 +40,7 @@ enum class Into {
 // Value of kSteps for a single sum over all steps.
 constexpr int64_t kAllSteps = int64_t{1} << 40;
 
-// Returns the number of rows in each step.
+// Returns the number of rows of C that are computed together.
 constexpr int micro_rows(int64_t steps) { return steps == kAllSteps ? kMicroRows : kTotalRows; }
 
 // Layout of A. Element (r, t) is a[r * lda + t] if kRowMajor, and a[t * lda + r] if kColumnMajor.
@@ -81,7 +80,7 @@ struct BFloat16Pairs {
 };
 #endif
 
-// Computes kRows rows of C. Sums of kSteps steps are added to totals, most of them in registers.
+// Computes kRows rows of C. Adds partial sums of kSteps steps to totals, most of them in registers.
 template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,

@@ -4,12 +4,12 @@
 // Operands consist of words of two neighboring K steps, as for BFDOT. A is (m, words) in row-major
 // order, B is (words, 8 lanes).
 //
-// BFMMLA needs two words of a row, or of a lane, in one half of a vector, so pairs of rows, and
-// pairs of words of lanes, are zipped. The 32 instructions of an 8 x 8 x 8 block then need 16
+// BFMMLA reads two words of a row or lane from each half of a vector, so pairs of rows of A and
+// pairs of words of B are zipped. The 32 instructions of an 8 x 8 x 8 block then need 16
 // permutations. This reaches two thirds of the peak of BFMMLA, which is 2.7 times the peak of FMLA.
 //
-// Operands packed in the format of BFMMLA would need no permutations. But weights are computed as
-// vectors of lanes, and keys are multiplied in place.
+// Operands packed for BFMMLA would need no permutations, but the softmax produces weights with
+// queries in lanes, and keys are multiplied in place.
 #pragma once
 
 #include "cpu/simd/micro_gemm.h"

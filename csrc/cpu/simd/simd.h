@@ -30,8 +30,8 @@ struct Nothing {
   void operator()() const {}
 };
 
-// kMicroRows, kTotalRows: rows in each step of micro_gemm.h, if a result is one sum and if it is a
-// total of sums.
+// Rows of C per step in micro_gemm.h: kMicroRows for a single sum, kTotalRows for totals of partial
+// sums.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 constexpr int kMicroRows = 8, kTotalRows = 8;

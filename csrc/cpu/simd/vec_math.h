@@ -122,8 +122,8 @@ struct Exp2FloorPoly<Precision::kHalf> {  // error 3.4e-6
 };
 #endif
 
-// Unit of an exponent. `natural` is the unit for exp. `high` + `low` is the unit for exp2, log2(e)
-// times `natural`, where `low` is the rounding residual of `high`.
+// Factors from a score to an exponent: `natural` for exp, `high` + `low` for exp2. The latter is
+// log2(e) times `natural`, where `low` is the rounding residual of `high`.
 template <class A>
 struct ExpUnit {
   explicit ExpUnit(double unit) : natural(static_cast<A>(unit)) {
@@ -276,16 +276,16 @@ inline void log_sum_exp(double maximum, double unit, double sum, double* high, d
   *residual = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
 }
 
-// Converts lse = high + residual to score units. Stores the rounded value in *high_unit. Stores in
-// *lost the factor minus 1 that corrects exp(score - lse) for the rounding. With a bias of -1e8,
+// Converts lse = high + residual to score units. Stores the rounded value in *high_unit, and in
+// *lost the factor, minus 1, that corrects exp(score - lse) for the rounding. With a bias of -1e8,
 // lse is a multiple of 8, so residual is not small and would be lost if added to high.
 template <class A>
 inline void in_units(A high, A residual, double unit, A* high_unit, A* lost) {
   *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + residual) / unit);
   const Wide<A> rest =
       (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + residual;
-  // exp(-rest) - 1. A library call would take a tenth of the time of a backward with 128 keys and D
-  // 32.
+  // exp(-rest) - 1. A library call would take a tenth of the time of a backward with 128 keys and
+  // head_dim 32.
   const double r = static_cast<double>(rest);
   *lost = static_cast<A>(__builtin_fabs(r) < 0x1p-18 ? r * (r / 2 - 1) : __builtin_expm1(-r));
 }

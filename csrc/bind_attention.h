@@ -19,7 +19,7 @@ namespace {
 void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
   int order[] = {0, 1, 2, 3};
   for (const int i : {0, 1, 0}) {     // a sorting network for three dimensions
-    if (like.strides[3] != 1) break;  // kernels read a contiguous copy of `like`
+    if (like.strides[3] != 1) break;  // kernels then read a contiguous copy of `like`
     const int64_t stride = like.strides[order[i]];
     if (0 < stride && stride < like.strides[order[i + 1]]) std::swap(order[i], order[i + 1]);
   }
@@ -167,7 +167,7 @@ struct NewRows {
   TensorView rows;
   const TensorView* cache;
 
-  // Returns false unless the rows fit to the cache and to sequences with `ends` rows.
+  // Returns true if the rows match and do not overlap the cache, and each sequence is long enough.
   bool fit(const std::vector<int64_t>& ends) const {
     const int64_t batch = static_cast<int64_t>(ends.size()), *const of = cache->shape;
     return rows.ndim == 4 && rows.dtype() == cache->dtype() && rows.shape[0] == batch &&
@@ -244,8 +244,8 @@ py::object attention_decode(const py::handle& call, const py::handle& block_tabl
   return py::make_tuple(results[0], results[1]);
 }
 
-// Reads the strides of a tensor of shape (batch, num_heads, seqlen_q, dim), where q determines all
-// but dim. Returns false if the shape differs or the last dimension is not contiguous.
+// Reads the strides of a tensor of shape (q.shape[0], q.shape[1], q.shape[2], dim). Returns false
+// if the shape differs or the last dimension is not contiguous.
 bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, int64_t* strides) {
   if (view.ndim != 4 || !std::equal(q.shape, q.shape + 3, view.shape) || view.shape[3] != dim ||
       !contiguous_from(view, 3)) {

@@ -174,7 +174,7 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
   } else {
     fields.sizes = read_call(call, &params);
   }
-  if (std::strcmp(name, "id_ranges") == 0) fields.sizes['N'] = 0;  // it has no results
+  if (std::strcmp(name, "id_ranges") == 0) fields.sizes['N'] = 0;  // no output is required
   read_key_mask_summary(call, fields, &params);
   read(fields, &params);
   set_gpu_sizes(params, &fields.sizes);

@@ -13,7 +13,7 @@
 #define FUSED_ATTN_PRAGMA(text) _Pragma(#text)
 #define FUSED_ATTN_UNROLL _Pragma("unroll")
 #define FUSED_ATTN_UNROLL_BY(times) FUSED_ATTN_PRAGMA(unroll times)
-// For short or rarely executed loops. Unrolling them would take registers from the enclosing loops.
+// For short or rarely executed loops: unrolling them would use registers that enclosing loops need.
 #define FUSED_ATTN_ROLLED _Pragma("unroll 1")
 
 #else

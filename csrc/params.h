@@ -104,9 +104,8 @@ struct AttentionBwdParams {
 #include "fields/attention_bwd.inc"
 };
 
-// Parameters of the pass that recomputes P, the weights that the forward multiplied by value, after
-// dropout. It uses the forward's lse and lse_residual. out and value have head_dim_v 0. Sequences
-// are not packed.
+// Parameters of the pass that recomputes the attention weights, after dropout. It uses the
+// forward's lse and lse_residual. out and value have head_dim_v 0. Sequences are not packed.
 struct AttentionWeightsParams {
   AttentionParams fwd;
   void* weights;  // (batch, 1 if average else num_heads, seqlen_q, seqlen_k) of dtype, contiguous

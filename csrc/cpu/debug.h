@@ -1,4 +1,4 @@
-// For tests and tools only: exposes which tiles the kernels skip, because no result shows it. It is
+// Exposes which tiles the kernels skip, because no result shows it. For tests and tools only. It is
 // part of the released module, because the tests run on that module.
 #pragma once
 

@@ -188,7 +188,7 @@ const KernelTable& choose_kernels(const char* wanted) {
 // limits the queries, kSequenceSize both queries and keys.
 //
 // Time with AMX / time with vectors, forward and backward of 48 to 384 heads (Intel, family 6,
-// model 207). On a host that slowed AMX down to a quarter, 1.10 to 1.74 and 0.96 to 1.37.
+// model 207). On a host that slowed AMX down to a quarter: 1.10 to 1.74 and 0.96 to 1.37.
 //   128 x 128, D 64: 1.54, 1.20    256 x 256, D 64: 1.09, 0.88    128 x 1024, D 64: 0.87, 0.88
 //   197 x 197, D 64: 1.61, 1.09    384 x 384, D 64: 0.83, 0.78     48 x 1024, D 64: 1.32, 1.08
 //   128 x 128, D 128: 1.11, 0.89   256 x 256, D 128: 0.79, 0.84   512 x 512, D 32: 1.09, 0.99

@@ -3,7 +3,7 @@
 //
 // The sources are compiled once for each line of isas.inc. The second name of a line is the base.
 // For dtypes whose machine code would be the same as that of the base, the sources call the base's
-// kernels instead of compiling their own.
+// kernels instead of compiling any.
 #pragma once
 
 #include "cpu/dispatch.h"

@@ -46,7 +46,7 @@ inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
   return ok;
 }
 
-// How tasks are distributed among threads.
+// Distribution of tasks among threads.
 //
 // In (batch, seqlen, heads, head_dim) tensors, the rows of neighboring heads are adjacent. If two
 // threads compute neighboring heads at the same time, they fetch and write neighboring cache lines:

@@ -117,7 +117,7 @@ class AttentionBwd : BwdTile<T> {
   }
 
  private:
-  // Numbers of sequences and of key/value heads per sequence in a task.
+  // Number of sequences in a task, and of key/value heads per sequence.
   struct Shared {
     Shared(const AttentionParams& p, bool bias)
         : batches(bias && p.mask.bias.strides[0] == 0 ? max64(p.batch, 1) : 1),

@@ -343,7 +343,7 @@ class AttentionBwdRows {
     }
   }
 
-  // Writes factor * weights^T rows for n keys from j on: dV from P and dO, dK from dS and Q.
+  // Writes factor * weights^T * rows for keys [j, j + n): dV from P and dO, dK from dS and Q.
   void write_rows(const A* weights, const A* rows, int64_t wide, int64_t dim, A factor, int64_t j,
                   int64_t n, const ResultRows<T>& out) {
     int64_t t = 0;

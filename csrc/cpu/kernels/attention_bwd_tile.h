@@ -212,7 +212,7 @@ class BwdTile {
 
  private:
   // Computes QK^T of a tile of few queries. bias_ holds the products until finish_scores(). stage_
-  // is overwritten only if keys need padding; operands are in stage_ only if they do not.
+  // is overwritten only if keys need padding, and then holds no operand.
   void multiply_few(const TileAt& at, int64_t slot) {
     const SequenceRows queries = query_rows(p_, at.b);
     const int64_t wide = round_up(p_.head_dim, kLane), stride = p_.key_strides[2];

@@ -2,7 +2,7 @@
 //
 // Decoding is memory-bound: it reads 2 * head_dim elements per key. Each key and value is therefore
 // read once, in place (contiguous or paged, head_rows.h), for all queries of all heads that share
-// it.
+// it. decode_tiles.h does this with AMX if there are enough query rows, decode_rows.h in all other
 // cases. The keys are split (split-KV). Splits have a fixed number of keys and are merged in a
 // fixed order, so the result of a sequence is bit-identical in any batch and with any number of
 // threads.

@@ -435,7 +435,7 @@ class AttentionFwdTiles {
   int64_t added_ = 0;
   Job jobs_[4];
   Job* pending_job_ = nullptr;
-  Job *scored_ = nullptr, *weighted_ = nullptr;  // scores are computed; weights are computed
+  Job *scored_ = nullptr, *weighted_ = nullptr;  // jobs whose scores, and whose weights, are done
   TileQuad products_[kScoreTiles / 2], *sums_;   // quads of the step: QK^T, PV
   int64_t num_products_ = 0, num_sums_ = 0;
   PendingSums pending_sums_;

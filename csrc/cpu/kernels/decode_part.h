@@ -50,7 +50,7 @@ inline bool few_queries(int64_t queries) {
   return queries > 0 && queries <= min64(kMost, kPanel<Acc<T>>);
 }
 
-// Returns true for self-attention that query tiles compute. Otherwise, padding would change the
+// Returns true for self-attention, which is left to query tiles so that padding does not change the
 // kernel of a short sequence and thus its result. Sequences shorter than kShortest take up to 2.5
 // times as long in query tiles (AMD Zen 3, 2 x 2, with gradients); 8 x 8 takes 0.9 times as long.
 inline bool is_self_attention(const AttentionParams& p, int64_t queries, int64_t keys) {

@@ -17,8 +17,8 @@ namespace {
 // to 2.0 ms. The forward is faster with them at every length.
 constexpr int64_t kStreamGradFrom = 512;  // columns
 
-// Elements summed sequentially. These partial sums are added pairwise, so the rounding error grows
-// with the logarithm of the row length.
+// Elements per stretch, which is summed sequentially. Stretches are added pairwise, so the rounding
+// error grows with the logarithm of the row length.
 constexpr int64_t kSumLength = 1024;
 
 template <class A, int kSums>

@@ -28,7 +28,7 @@ namespace {
 template <class A>
 constexpr int64_t kPanel = 2 * kLanes<A>;  // columns of B and C, which are queries or features
 
-// How the product A * B is stored. It is accumulated from zero and added to C at the end. This
+// Destination of the product A * B, which is accumulated from zero and added to C at the end. This
 // costs no more than starting from C and rounds less. `columns` holds one number per column of C.
 enum class Into {
   kStore,         // C = product

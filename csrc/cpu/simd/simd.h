@@ -18,7 +18,7 @@
 #define FUSED_ATTN_BF16_PAIRS
 #endif
 
-// For code in inner loops or interleaved with MMAs, where a call would spill all vector registers.
+// Forces inlining in inner loops and between MMAs, where a call would spill all vector registers.
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 #define FUSED_ATTN_LAMBDA __attribute__((always_inline))
 

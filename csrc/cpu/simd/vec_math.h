@@ -177,8 +177,8 @@ FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float
   for (int i = 0; i < kCount; ++i) p[i] = p[i] * r[i] + 1.f;
   for (int i = 0; i < kCount; ++i) {
     const Vec32 result = (Vec32)p[i] + ((Vec32)shifted[i] << C::kMantissaBits);
-    // The result is 0 if it would be subnormal, and NaN if x is. The addition could make any number
-    // of the bits of NaN.
+    // The result is 0 if it would be subnormal, and NaN if x is. The integer addition above could
+    // turn NaN into any number.
     const Vec<float> otherwise = max<float>(Vec<float>{}, x[i]);
 #if defined(__AVX512F__)
     const __mmask16 normal =

@@ -11,8 +11,8 @@
 namespace fused_attn {
 namespace {
 
-// Sanitizer builds allocate each block for a single use and in its exact size, to detect uses after
-// its return and past its end.
+// Sanitizer builds allocate each block for a single use, without rounding its size to pages, to
+// detect uses after its return and past its end.
 #if defined(FUSED_ATTN_SANITIZE)
 constexpr bool kSanitize = true;
 #else

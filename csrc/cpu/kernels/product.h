@@ -99,9 +99,9 @@ class NumberProduct {
   }
 
   // Packs rows like columns(), but in groups of features, (group, key, kGroupRows), which
-  // multiply() reads sequentially. Otherwise, if rows are a power of two apart, one feature of all
-  // keys maps to few L1 sets. The forward is 3 to 12 % faster (AVX2, Zen 3); the backward is not,
-  // because its blocks serve fewer query tiles.
+  // multiply() reads sequentially. With columns(), if rows are a power of two apart, one feature of
+  // all keys maps to few L1 sets. The forward is 3 to 12 % faster (AVX2, Zen 3); the backward is
+  // not, because its blocks serve fewer query tiles.
   static constexpr int64_t kGroupRows = micro_rows(kStepsOf<T, kSumSteps>);
   static constexpr bool kInGroups = sizeof(T) == sizeof(A);
   static constexpr Layout kGroups = kInGroups ? Layout::kColumnGroups : Layout::kColumnMajor;

@@ -42,10 +42,9 @@ class AttentionBwd : BwdTile<T> {
   // Without chunks, the four packed operands of 2048 queries at head_dim 64 (three bfloat16 parts)
   // take 3 MiB, and L3 latency increases the time of an MMA from 30 to 50 cycles.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
-  // With more features, KV blocks have 64 keys. With 128 keys, key, value and their gradients
-  // exceed L2: at head_dim 512, float32 took 1.1 to 1.5 times as long (AVX-512, 2 MiB of L2; 1.15
-  // times with AVX2; 0.96 to 1.09 times with AVX-512 and 1 MiB, where bfloat16 took 0.92 to 1.1
-  // times).
+  // With more features, KV blocks have 64 keys. With 128, K, V and their gradients exceed L2: at
+  // head_dim 512, float32 took 1.1 to 1.5 times as long (AVX-512, 2 MiB of L2; 1.15 times with
+  // AVX2; 0.96 to 1.09 times with AVX-512 and 1 MiB, where bfloat16 took 0.92 to 1.1 times).
   static constexpr int64_t kMostFeatures = 256;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 

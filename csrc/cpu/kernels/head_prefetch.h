@@ -24,14 +24,14 @@ class HeadPrefetch {
         blocks_(!fit_caches(bytes) && !heads_),
         rows_per_call_(div_up(rows, max64(calls, 1))) {}
 
-  // Starts to prefetch another head. Returns false if nothing should be added.
+  // Starts to prefetch another head. Returns true if the caller must add() its operands.
   bool begin(bool exists) {
     row_ = end_ = count_ = 0;
     return heads_ && exists;
   }
 
   // Starts to prefetch another KV block of a head that is too large to be prefetched as a whole.
-  // Returns false if nothing should be added.
+  // Returns true if the caller must add() its operands.
   //
   // rows: rows of the block; 0 if there is none.
   // calls: number of calls of the operator that follow.

@@ -457,7 +457,7 @@ class PairProduct {
 };
 #endif
 
-// AMX is used for every type except float64, vdpbf16ps and BFMMLA for bfloat16 only.
+// AMX multiplies every type except float64. vdpbf16ps and BFMMLA multiply bfloat16 only.
 template <class T>
 struct ProductOf {
   using type = NumberProduct<T>;

@@ -51,7 +51,7 @@ class TileScores {
   // Applies the mask to `rows` rows of scores, beginning at row `first`. Converts the scores to
   // natural units if units.scaled.
   //
-  // cap_slope: output for the derivative of softcap, if there is one; may be null.
+  // cap_slope: with softcap, receives its derivative; may be null.
   void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope,
               uint32_t first = 0) {
     const bool masked = partial || at.n < kKeys;

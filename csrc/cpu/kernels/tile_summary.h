@@ -6,8 +6,8 @@
 namespace fused_attn {
 namespace {
 
-// An element of a bool mask. is_masked(): the position is not visible. is_plain(): the position is
-// visible and nothing is added to its score. A bias element may be neither.
+// An element of a bool mask. is_masked(x) returns true if x hides a position, is_plain(x) if the
+// position is visible and x adds nothing to its score. A bias element may be neither.
 struct Flag {
   uint8_t bits;
 };

@@ -14,7 +14,7 @@ from fused_attn.integrations.bytecode import loads
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _SDPA = "scaled_dot_product_attention"
-# Libraries whose functions are known by their names.
+# Libraries whose functions are identified by name, without reading their code.
 _NOT_READ = sys.stdlib_module_names | {"torch", "fused_attn"}
 
 CALLS_SDPA = (
@@ -51,7 +51,7 @@ def _operations(
     """Count "product", "softmax" and "sdpa" in a function of a module and in its callees."""
     if function in known:
         return known[function]
-    known[function] = Counter()  # recursive calls count nothing
+    known[function] = Counter()  # recursive calls add nothing
     found: Counter[str] = Counter()
     for name, value in loads(function, module):
         if name in _PRODUCTS:
@@ -69,7 +69,7 @@ def _operations(
 def _function(value: Any) -> FunctionType | None:
     """Return the Python function that a call of `value` runs.
 
-    None for modules, for classes and for functions of the libraries in _NOT_READ.
+    Return None for modules, classes and functions of the libraries in _NOT_READ.
     """
     if isinstance(value, (MethodType, classmethod, staticmethod)):
         value = value.__func__

@@ -1,6 +1,6 @@
-"""The bytecode of functions and classes, from which integrations recognize what code does.
+"""Bytecode inspection, by which integrations recognize the operations of functions and classes.
 
-The source is not read, because classes and functions that are made by exec have none.
+Source code is not read, because classes and functions created by exec have none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def keywords_in(kind: type) -> frozenset[str]:
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the variables that a function captures and that are assigned already."""
+    """Return the variables that a function captures, by name, except unassigned ones."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
@@ -82,16 +82,16 @@ def loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
             if opname == "LOAD_GLOBAL":
                 value = function.__globals__.get(name)
             elif isinstance(value, (ModuleType, type)):
-                value = inspect.getattr_static(value, name, None)  # imports nothing
+                value = inspect.getattr_static(value, name, None)  # getattr might import
             else:  # perhaps an attribute of self
                 value = _attribute(module, name, function)
-            yield str(getattr(value, "__name__", name)), value  # imports may rename functions
+            yield str(getattr(value, "__name__", name)), value  # not an import alias
 
 
 def _attribute(module: Module, name: str, reader: FunctionType) -> Any:
     """Return an attribute of a module without running properties; None if there is none.
 
-    For a method that reads its own name, by super(), this is the method that it overrides.
+    If `reader` is a method that loads its name, as in super().forward, return the overridden one.
     """
     for attributes in (module._modules, vars(module)):
         if name in attributes:

@@ -54,7 +54,7 @@ _enabled_counts: CallCounts | None = None
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[CallCounts] = []  # of the open `enabled()` blocks of the thread
+        self.blocks: list[CallCounts] = []  # counts of this thread's open `enabled()` blocks
 
 
 _thread = _Thread()
@@ -192,9 +192,9 @@ def _registered() -> Library:
     RuntimeError.
     """
     library = Library("aten", "IMPL")
-    # Where torch.compile runs a frame of the caller eagerly, as after a graph break in a loop,
-    # Dynamo would compile our kernels as frames of their own, and trace them incorrectly.
-    skip = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)  # with its callees
+    # If torch.compile runs a caller's frame eagerly, such as after a graph break in a loop, Dynamo
+    # would compile our kernels as separate frames and trace them incorrectly.
+    skip = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)  # includes callees
     for kernel in (_attention, _below_autograd):
         _eval_frame.set_code_exec_strategy(kernel.__code__, skip)
     try:
@@ -253,7 +253,7 @@ def _attention(
 def _kernels_for(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that keeps torch from kernels with defects, unless the caller chose some."""
+    """Return a context that disables cuDNN kernels with a defect unless the caller chose kernels."""
     plain = query.is_cuda and query.dim() == 4 and type(query) in TENSOR_TYPES | _TRACED
     flags = torch.backends.cuda
     if plain and flags.flash_sdp_enabled() and flags.math_sdp_enabled():
@@ -298,8 +298,8 @@ def _fallback_reason(
     is_traced = types <= TENSOR_TYPES | _TRACED and _TAG in _config.cache_key_tag
     if not (types <= TENSOR_TYPES or is_traced):
         return "an argument is a tensor subclass"
-    # Where one backend is the default for all calls, the other fields keep their defaults: a cached
-    # choice serves all lengths, and torch.compile has no guards on them.
+    # If one backend is the default for all calls, leave the other fields at their defaults: one
+    # cached choice then serves all lengths, and torch.compile adds no guards on them.
     problem = AttentionProblem(
         query.device, query.dtype, query.shape[-1], value.shape[-1], bias_dtype
     )

@@ -19,8 +19,8 @@ def compile_pass() -> AttentionPass:
 
     Results match those without the pass up to rounding, with three exceptions. Rows fully masked by
     -inf are 0 instead of NaN; rows fully masked partly by a fill, such as -1e4, and partly by an
-    added mask have other weights (causal masks of left-padded queries); dropout drops different
-    weights.
+    added mask (as in causal masks of left-padded queries) have different weights; dropout drops
+    different weights.
 
     Returns:
         The pass. Its repr lists each softmax found, with the reason if it was not fused.

@@ -23,8 +23,8 @@ from fused_attn.integrations.inductor.ops import (
 )
 from fused_attn.integrations.inductor.scores import Arrangement, Step
 
-# Largest number for masked scores. The model replaces masked scores by a number, and the fused
-# function adds this number to them. Results are equal up to rounding for numbers this low, since
+# Largest supported fill value for masked scores. The model replaces masked scores by the value,
+# whereas the fused function adds it. Results agree up to rounding for values this low, because
 # exp(-1e4 + 9e3) is 0 even in float64.
 MASK_THRESHOLD = -1e4
 # Methods that accept any strides. Most models apply one of them to the attention output first.
@@ -61,14 +61,14 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
 
 @dataclass
 class Search:
-    """Search for the attention that a softmax is part of."""
+    """Search for the attention that contains a given softmax."""
 
     softmax: Node
     product: Node | None = None
     steps: list[Step] = field(default_factory=list)
     chain: list[Node] = field(default_factory=list)
     dropout_p: float = 0.0
-    shifted: bool = False  # a constant of each row was subtracted, which `steps` omits
+    shifted: bool = False  # True if a constant per row was subtracted; `steps` omits it
 
     def result(self) -> Attention:
         """Return the attention; raise NotFusedError if the fused function cannot compute it."""
@@ -94,7 +94,7 @@ class Search:
         )  # fmt: skip
         return Attention(output, arguments, [product, *self.chain, output])
 
-    # ---- from the softmax back to query @ key^T
+    # Search from the softmax back to query @ key^T.
 
     def _trace_scores(self, node: Any, reader: Node) -> None:
         """Add the steps from query @ key^T to the value of `node` that `reader` reads."""
@@ -233,7 +233,7 @@ class Search:
             return False
         return True
 
-    # ---- from the softmax forward to weights @ value
+    # Search from the softmax forward to weights @ value.
 
     def _trace_weights(self) -> Node:
         node = self.softmax
@@ -292,7 +292,7 @@ class Search:
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self, node: Node) -> None:
-        """Drop a nan_to_num of the weights; raise NotFusedError if it is not redundant.
+        """Omit a redundant nan_to_num of the weights; raise NotFusedError if it has an effect.
 
         If all masks set scores to -inf, only fully masked rows are NaN. The fused function returns
         0 for these rows anyway.
@@ -304,7 +304,7 @@ class Search:
                 "nan_to_num is applied to the weights, but masked scores are not -inf"
             )
 
-    # ---- requirements of the fused function
+    # Requirements of the fused function.
 
     def _check(self, product: Node, output: Node) -> None:
         tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]
@@ -425,7 +425,7 @@ def _nothing(node: Any, reader: Node) -> None:
 
 
 def _writers(node: Any, reader: Node) -> list[Node]:
-    """Return the in-place calls on a tensor before `reader`, if their results are unused."""
+    """Return the in-place calls on a tensor before `reader` whose results are unused."""
     if not isinstance(node, Node):
         raise NotFusedError("the scores are not computed in this graph")
     found = [

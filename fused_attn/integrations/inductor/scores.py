@@ -51,8 +51,8 @@ def attention_of_steps(
 
     Returns:
         The output, (*others, seqlen_q, head_dim_v), permuted by `order`. Rows fully masked by -inf
-        are 0. Rows fully masked by fills of finite numbers have the result of eager attention. They
-        contribute no gradient to query and key, because the numbers replaced their scores.
+        are 0. Rows fully masked by finite fills have the result of eager attention. They contribute
+        no gradient to query and key, because constants replaced their scores.
     """
     pairs = zip(operands, arrangements, strict=True)
     query, key, value = (_arranged(operand, how) for operand, how in pairs)
@@ -110,7 +110,7 @@ class _Scores:
         if isinstance(factor, Tensor):
             factor = self._in_shape(factor)
             self.query = self.query * factor.to(self.query.dtype)
-        elif isinstance(factor, torch.SymFloat):  # a number that is not a constant of the graph
+        elif isinstance(factor, torch.SymFloat):  # a number known only at run time
             self.query = self.query * factor
         else:
             self.scale *= factor
@@ -170,7 +170,7 @@ class _Scores:
         if to == shape:
             return tensor
         tensor = tensor.reshape((1,) * (len(to) - tensor.dim()) + tuple(tensor.shape))
-        same = 2 if to[-2:] == shape[-2:] else 0  # last dimensions that are not reshaped
+        same = 2 if to[-2:] == shape[-2:] else 0  # number of last dimensions to leave as is
         rest = tensor.shape[len(to) - same :]
         tensor = tensor.expand(*to[: len(to) - same], *rest)
         tensor = tensor.reshape(*shape[: len(shape) - same], *rest)

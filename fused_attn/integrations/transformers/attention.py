@@ -53,9 +53,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, for transformers' AttentionInterface.
 
-    Packed sequences are passed in three ways: as `attention_mask`, by stacks of layers that pack
-    their batch (PackedStack); as the keyword PACKING, by models that do (PackedModel), for which
-    attention_mask is the mask of the padded batch; and as keywords of continuous batching.
+    Packed sequences arrive in one of three ways. PackedStack passes a Packing as `attention_mask`.
+    PackedModel passes a Packing as the keyword PACKING; `attention_mask` is then the mask of the
+    packed batch. Continuous batching passes cumulative sequence lengths as keywords.
 
     Args:
         module: the calling layer. Its is_causal attribute is used if the argument is None.
@@ -70,9 +70,9 @@ def attention_forward(
         is_causal: use causal attention if attention_mask is None or 2-D.
         softcap: see `fused_attn.scaled_dot_product_attention`.
         position_bias: float tensor added to the scores in addition to attention_mask, as in T5.
-        sliding_window: window size; only checked, because the mask contains the window, except in
-            continuous batching. Ignored with is_causal=False and no mask, which mean that all keys
-            are visible.
+        sliding_window: window size; only checked, because the mask contains the window, except with
+            PACKING and in continuous batching. Ignored with is_causal=False and no mask, which mean
+            that all keys are visible.
         s_aux: attention sinks, float (num_heads,), as in GPT-OSS: logits that are part of the
             softmax but have no value.
         output_attentions: if True, warn, as sdpa does, that the weights are never materialized.
@@ -124,7 +124,7 @@ def attention_forward(
         return _attend_packed(module, query, key, value, options | packed), None
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        is_causal = False  # the mask already contains it
+        is_causal = False  # the mask already is causal if required
     terms = (
         _checked_mask(mask, None if all_visible else sliding_window, seqlen_k),
         None if indices is None else _chosen(indices, seqlen_k),
@@ -158,8 +158,7 @@ def _attend_packed(
 def _checked_mask(
     mask: Tensor | Mask | None, window: int | None, seqlen_k: int
 ) -> Tensor | Mask | None:
-    """Return attention_mask as an argument of scaled_dot_product_attention, if it contains the
-    window and has one of the shapes that `attention_forward` accepts."""
+    """Check attention_mask, and convert it to an argument of scaled_dot_product_attention."""
     if mask is None:
         if window is not None and seqlen_k > window:
             raise NotImplementedError(

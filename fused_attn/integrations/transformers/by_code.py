@@ -28,7 +28,7 @@ _FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     ("bert.modeling_bert", "BertIntermediate"): (FeedForwardHidden, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
-_METHODS = ("forward", "_norm", "__call__")  # whose code is compared
+_METHODS = ("forward", "_norm", "__call__")  # methods whose code is compared
 # Endings of class names; other classes are not compared.
 _ENDINGS = ("Norm", "Intermediate", "Output", "Attention")
 _registering = threading.Lock()
@@ -100,7 +100,7 @@ def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
 
 
 def _code(cls: type) -> Any:
-    """Return a key that is equal for classes whose methods have equal code, wherever it is."""
+    """Return a key that is equal for classes whose methods have equal code, in any file."""
     found = [getattr(vars(cls).get(name), "__code__", None) for name in _METHODS]
     return tuple(
         code and (code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars)

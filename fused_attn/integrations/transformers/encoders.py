@@ -1,8 +1,8 @@
 """Padding removal for the encoders of Hugging Face transformers models.
 
 The layers of most encoders process each token independently, except in attention. A padded batch
-is therefore packed before the layers and unpacked after them. Two kinds of modules are found by the
-signature of their forward:
+is therefore packed before the layers and unpacked after them. Two kinds of modules are recognized
+by the signature of their forward:
 
 - stacks of layers, such as BertEncoder, whose arguments are hidden states and a mask;
 - models that pass positions to their layers, such as ModernBERT with rotary embeddings. They are
@@ -44,7 +44,7 @@ _OF_DECODERS = {"cache", "past_key_values", "encoder_hidden_states"}
 
 
 class PackedEncoder(Module):
-    """Base class of encoders that pack padded batches without changing real tokens.
+    """Base class of encoders that pack padded batches without changing results of real tokens.
 
     Attributes:
         source: the original class, which is the other base class.
@@ -55,16 +55,16 @@ class PackedEncoder(Module):
     """
 
     source: ClassVar[type[Module]]
-    further_arguments: ClassVar[tuple[str, ...]]  # of forward, after the first two
+    further_arguments: ClassVar[tuple[str, ...]]  # names, after the first two of forward
     zeroes_padding = True
 
     def is_exact(self) -> bool:
-        """Return True if a small packed batch has the results of the padded one.
+        """Return True if a small packed batch and its padded original have the same results.
 
-        An error, or a module that may not be packed, means False: the encoder then runs as before.
+        After an error, or if a module cannot be packed, return False: the encoder is not changed.
         """
         if not all(_is_tokenwise(module, self) for module in self.modules()):
-            return False  # hooks would receive the sample
+            return False  # before running, because hooks would receive the sample
         try:
             with torch.no_grad(), _evaluating(self):
                 # No padding, padding at the end, and at the beginning.
@@ -86,10 +86,10 @@ class PackedEncoder(Module):
         raise NotImplementedError
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Move positional arguments of the original forward to kwargs; return the others."""
+        """Move positional arguments to kwargs and return (); return them if they are invalid."""
         names = self.further_arguments[: len(args)]
         if len(names) < len(args) or any(name in kwargs for name in names):
-            return args  # the original raises
+            return args  # the original forward raises TypeError
         kwargs.update(zip(names, args, strict=True))
         return ()
 
@@ -154,8 +154,7 @@ class PackedStack(PackedEncoder):
 class PackedModel(PackedEncoder):
     """Base class of models that pack padded batches before the embeddings.
 
-    The attention receives the Packing as an additional keyword argument of the model, which passes
-    it on.
+    The Packing is an additional keyword argument, which the model passes to its attention layers.
     """
 
     def forward(
@@ -212,11 +211,11 @@ class PackedModel(PackedEncoder):
         return {"input_ids": tokens.to(real.device), "attention_mask": real.long()}
 
 
-# ---- which encoders -----------------------------------------------------------------------------
+# Selection of encoders.
 
 
 def packing_class(module: Module) -> type[PackedEncoder] | None:
-    """Return the packing subclass of an encoder's class; None if the class is of another kind."""
+    """Return the packing subclass of an encoder's class; None if the class is not supported."""
     base = _base(cast(Any, type(module)))
     if base is None or not any(isinstance(child, ModuleList) for child in module.children()):
         return None
@@ -225,7 +224,7 @@ def packing_class(module: Module) -> type[PackedEncoder] | None:
 
 @functools.cache
 def _base(kind: type[Module]) -> type[PackedEncoder] | None:
-    """Return the base class that suits the arguments of a class's forward; None if none does."""
+    """Return the packing base class for the arguments of a class's forward; None if unsupported."""
     if issubclass(kind, PackedEncoder):
         return None
     if kind.__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
@@ -244,9 +243,9 @@ def _base(kind: type[Module]) -> type[PackedEncoder] | None:
 @functools.cache
 def _fused(source: type[Module]) -> type[PackedEncoder]:
     base = cast(type[PackedEncoder], _base(cast(Any, source)))
-    # transformers looks up what a model can output by str(class), and saves the name in the config.
+    # transformers looks up a model's outputs by str(class), and saves the class name in the config.
     members: dict[str, Any] = {n: getattr(source, n) for n in ("__module__", "__qualname__")}
-    # Trainer and torch.export read the names of the arguments.
+    # Trainer and torch.export inspect the argument names of forward.
     own: Any = base.forward
     parts = own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__
     forward: Any = FunctionType(*parts)
@@ -268,7 +267,7 @@ def _weight(encoder: Any) -> Tensor:
     """Return a tensor (*, width): the embeddings of a model, or the first matrix of a stack."""
     if isinstance(encoder, PackedModel):
         return cast(Tensor, cast(Any, encoder).get_input_embeddings().weight)
-    # torch.utils.mkldnn.to_mkldnn makes the matrices buffers.
+    # torch.utils.mkldnn.to_mkldnn converts the matrices from parameters to buffers.
     tensors = (*encoder.parameters(), *encoder.buffers())
     return next(x for x in tensors if x.dim() == 2 and x.is_floating_point())
 
@@ -286,10 +285,10 @@ def _evaluating(module: Module) -> Iterator[None]:
 
 
 def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
-    """Return True if two outputs have the same entries, and equal numbers in rows of real tokens.
+    """Return True if two outputs have the same entries, with equal rows for real tokens.
 
-    Rounding may differ, because the matmuls have other sizes. Of the other entries, such as pooled
-    outputs, only those of the first sequence are compared, which has no padding.
+    Rounding may differ, because the matmuls have different sizes. Other entries, such as pooled
+    outputs, are compared only for the first sequence, which has no padding.
     """
     if list(padded) != list(packed):
         return False
@@ -305,16 +304,16 @@ def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
     return True
 
 
-# ---- which batches ------------------------------------------------------------------------------
+# Selection of batches.
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if an argument neither is nor contains a tensor; a cache contains tensors."""
+    """Return True for None, numbers and strings; other arguments may contain tensors."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _observed(encoder: Any, arguments: dict[str, Any]) -> bool:
-    """Return True if the call requests hidden states or other outputs of layers, or a tuple."""
+    """Return True if the call requests outputs of layers, such as hidden states, or a tuple."""
 
     def wanted(name: str, default: bool) -> Any:
         given = arguments.get(name)
@@ -329,13 +328,13 @@ def _observed(encoder: Any, arguments: dict[str, Any]) -> bool:
 def _collects_outputs(hook: Any) -> bool:
     """Return True if a hook collects outputs of layers for transformers.
 
-    transformers adds these hooks in the first call that requests outputs, and keeps them.
+    transformers adds these hooks in the first call that requests outputs, and never removes them.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _is_collecting() -> bool:
-    """Return True in a call of a model that requests outputs, also of models that call it."""
+    """Return True while transformers collects layer outputs of this model or an enclosing one."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return collector is not None and bool(collector.get())
@@ -357,7 +356,7 @@ def _is_token_mask(tokens: Any, mask: Any) -> bool:
 
 
 def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
-    """Return True if an argument is a tensor of one row per token, (batch or 1, seqlen, *)."""
+    """Return True for a tensor with one row per token, (batch or 1, seqlen, *)."""
     return isinstance(value, Tensor) and value.shape[:2] in (shape, (1, shape[1]))
 
 
@@ -366,8 +365,8 @@ def _choose_packing(
 ) -> Packing | None:
     """Return the packing of a batch; None if it saves no time or a module is not token-wise.
 
-    `x` is any tensor of the encoder's width, `real`, (batch, seqlen) bool, is True for real tokens,
-    and `bias`, of the same shape, is added to the scores.
+    `x` is any tensor of the encoder's width. `real`, (batch, seqlen) bool, is True for real tokens.
+    `bias`, of the same shape, is added to the scores.
     """
     if must_stay_padded(x, real) or not saves_time(x, ~real, encoder.training):
         return None
@@ -390,7 +389,7 @@ def _choose_packing(
 
 
 def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
-    attributes = module.__dict__  # a failing getattr of a module takes 3 us
+    attributes = module.__dict__  # a failed getattr on a module takes 3 us
     config = attributes.get("config")
     if config is not None and config._attn_implementation != NAME:
         return False  # other attention implementations do not accept a Packing
@@ -399,7 +398,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
     kinds: Any = attributes.get("rope_type", "")  # a str, or a dict with one for each kind of layer
     for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
         if "dynamic" in str(kind) or kind == "longrope":
-            return False  # the largest position, also of padding, determines the frequencies
+            return False  # the largest position, padding included, sets the frequencies
     if module is encoder:
         return not overrides_methods(module)  # its hooks receive padded batches
     if type(module) is torch.nn.Embedding and _only_requires_grads(module):
@@ -409,7 +408,7 @@ def _is_tokenwise(module: Module, encoder: PackedEncoder) -> bool:
     return is_unmodified(module, _collects_outputs) and (
         own in (*TOKENWISE_MODULES, ModuleList)
         or getattr(own, "source", own).__module__ in known
-        # Importing this class warns that torch.jit is deprecated.
+        # Compared by name, because importing this class warns that torch.jit is deprecated.
         or (own.__module__, own.__name__) == ("torch.utils.mkldnn", "MkldnnLinear")
     )
 

@@ -75,7 +75,7 @@ class _Terms(NamedTuple):
             each packed sequence.
         blocks: block ids, each (batch, tokens) integers. Tokens with equal ids attend to each
             other; those with negative ids attend to nothing.
-        unions: structures; a visible key must fulfill at least one of them.
+        unions: tuples of structures; a visible key must fulfill at least one of each tuple.
     """
 
     left: int = -1
@@ -138,7 +138,7 @@ def attention_mask(
     shape = (batch_size, 1, q_length, kv_length)
 
     def of_library(first: int, count: int, padding: Tensor | None = None) -> Tensor:
-        """Return the dense mask of some queries that transformers computes."""
+        """Return the dense mask that transformers computes for some queries."""
         tensor = sdpa_mask(
             batch_size=batch_size,
             q_length=count,
@@ -217,8 +217,8 @@ def _find_needs_additive(config: type) -> bool:
         own = [model for model in own if model.__module__ == file] or own
         if own:
             return not any(model._supports_sdpa for model in own)
-    # The config is nested in another config, or unknown. Return False only if all other models
-    # support sdpa, because a model that supports only float masks must get those.
+    # The config is nested in another config, or unknown. Return False only if all models of the
+    # file support sdpa, because a model that supports only float masks requires them.
     for file in files:
         beside = [model for model in models if model.__module__ == file]
         if beside:
@@ -258,7 +258,7 @@ def _structure(function: Callable[..., Any]) -> _Terms | None:
     if code is _CHUNKED:
         return _Terms(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
-        return _Terms(left=names["sliding_window"] - 1)  # transformers includes the query
+        return _Terms(left=names["sliding_window"] - 1)  # transformers counts the query
     if code is _TWO_SIDED_WINDOW:
         return _Terms(names["sliding_window"], names["sliding_window"])
     return None
@@ -365,8 +365,7 @@ def _united(
 ) -> Tensor | None:
     """Return the intervals of keys that a union makes visible, int64 (batch or 1, q_length, 2).
 
-    Returns None unless the visible keys of every query are consecutive, or if tensors cannot be
-    read.
+    Return None if the visible keys of a query are not consecutive, or if tensors cannot be read.
     """
     if torch.device(device).type != "cpu" or is_intercepted() or not isinstance(q_offset, int):
         return None
@@ -387,11 +386,11 @@ def _united(
 
 
 def _interval(structure: _Terms, shape: Shape, q_offset: int, kv_offset: int) -> Tensor | None:
-    """Return the intervals of one structure, as `_united` does."""
+    """Return the intervals of keys that one structure makes visible, in the shape of `_united`."""
     if structure.packed or structure.chunked or structure.positions or structure.unions:
         return None
     kv_length = shape[3]
-    position = torch.arange(shape[2]) + (q_offset - kv_offset)  # indices of keys
+    position = torch.arange(shape[2]) + (q_offset - kv_offset)  # key index of each query
     left = UNLIMITED if structure.left == -1 else structure.left
     right = UNLIMITED if structure.right == -1 else structure.right
     lo, hi = ((position + at).clamp(0, kv_length) for at in (-left, right + 1))
@@ -411,9 +410,9 @@ def _interval(structure: _Terms, shape: Shape, q_offset: int, kv_offset: int) ->
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the first token and the end of the block of each token, both (batch, tokens).
+    """Return where the block of each token begins and ends, two (batch, tokens) tensors.
 
-    The end is 0 for tokens in no block. Returns None if a block is not consecutive.
+    The end is 0 for tokens outside of all blocks. Return None if a block is not contiguous.
     """
     token = torch.arange(ids.shape[1])
     starts = torch.ones_like(ids, dtype=torch.bool)

@@ -40,7 +40,7 @@ class ModelMask(Tensor):
 
     mask: Mask
     _dense: Tensor | None  # the dense tensor, after the first operation
-    _shared: bool  # other code wrote to the dense tensor, or has a view of it and may do so
+    _shared: bool  # other code may have written to the dense tensor or to a view of it
 
     @staticmethod
     def __new__(
@@ -75,7 +75,7 @@ class ModelMask(Tensor):
                 return moved
         if torch.Tag.inplace_view in func.tags:
             raise _other_shape(func)
-        # Operations that write to an argument, or return a view of one, say so in their schema.
+        # The schema marks operations that write to an argument or return a view of one.
         shares = any(argument.alias_info for argument in func._schema.arguments)
         use = ModelMask._dense_shared if shares else ModelMask.dense
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ModelMask)]
@@ -90,7 +90,7 @@ class ModelMask(Tensor):
     def dense(self) -> Tensor:
         """Return the dense tensor, materializing it on first use."""
         if self._dense is None:
-            with torch.inference_mode(False):  # as `self`, whose views it replaces
+            with torch.inference_mode(False):  # a normal tensor, like `self`
                 self._dense = dense_of(self.mask, self.shape, self.device, self.dtype)
         return self._dense
 

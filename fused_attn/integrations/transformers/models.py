@@ -156,8 +156,7 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
 def padded_stacks(model: PreTrainedModel) -> dict[str, Module]:
     """Return the encoders in a model that may support padding removal but do not use it, by name.
 
-    After `use_fused_attention`, these are the encoders whose packed results are not the padded
-    ones.
+    After `use_fused_attention`, these are the encoders whose packed and padded results differ.
     """
     return {name: m for name, m in model.named_modules() if packing_class(m) is not None}
 
@@ -203,7 +202,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-# ---- inspection of a model's code ---------------------------------------------------------------
+# Inspection of a model's code.
 
 
 def _attends(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Fused RMS norms for Hugging Face transformers; by_code.py finds all classes with their code."""
+"""Fused RMS norms for Hugging Face transformers; by_code.py finds the classes they replace."""
 
 from __future__ import annotations
 

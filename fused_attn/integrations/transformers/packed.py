@@ -18,7 +18,7 @@ from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
 PACKING = "fused_attn_packing"  # keyword argument that passes a Packing to the attention
-# Return the same Mask in each layer and step, because it caches what kernels need.
+# All layers and steps share one Mask, because it caches data for the kernels.
 _window, _everything = functools.cache(masks.sliding_window), functools.cache(Mask)
 
 
@@ -33,7 +33,7 @@ def encoder_arguments(
             is a dense tensor, which is not read.
         window: the sliding_window of the layer, as for flash-attn: the number of keys on each side
             of a query, plus one. None means no limit.
-        refused: features that packed batches do not support; True for those that the layer uses.
+        refused: unsupported features by name; True for those that the layer uses.
     """
     names = [name for name, given in refused.items() if given]
     own = _everything() if window is None else _window(window - 1, window - 1)

@@ -1,8 +1,8 @@
 """Fused rotary embeddings in the attention modules of Hugging Face transformers.
 
-The modules call a global function of their file. Most models have a copy of one of the functions in
-`_ORIGINALS`. The `forward` of a fused module has the code of the original `forward`, but another
-name for this function, which is a new global of the file. Existing globals do not change.
+The modules call a global function of their file, for most models a copy of a function listed in
+`_ORIGINALS`. The `forward` of a fused module has the code of the original `forward`, but calls a
+fused function that is added to the file's globals. Existing globals do not change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fused_attn.base.torch_state import is_compiling
 from fused_attn.nn.replacement import FromTorch
 from fused_attn.ops.rotary import Rotation, rotate_by_kernel
 
-# Modules under transformers.models whose apply_rotary_pos_emb differ in code, and whether a pair is
-# two neighboring dimensions. All compute x * cos + rotate_half(x) * sin for the first dimensions.
+# Modules under transformers.models whose apply_rotary_pos_emb differ in code; True if neighboring
+# dimensions form pairs. All compute x * cos + rotate_half(x) * sin for the first dimensions.
 _ORIGINALS = {
     "llama": False,
     "gpt_neox": False,  # this and phi3 rotate only the first dimensions
@@ -54,9 +54,9 @@ def fused_forward(source: type[Module]) -> FunctionType | None:
 
 
 def _renamed(function: FunctionType, names: Any) -> FunctionType | None:
-    """Return a copy of a function, or of the function in its decorators, with renamed globals.
+    """Return a copy of a function and its decorators that loads renamed globals.
 
-    Returns None for decorators that do not keep the function in a variable.
+    Return None if a decorator does not hold the function in a closure variable.
     """
     code, inner = function.__code__, getattr(function, "__wrapped__", None)
     cells = function.__closure__ or ()
@@ -100,7 +100,7 @@ def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[...
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        if names.get(name) is not original:  # replaced after the swap
+        if names.get(name) is not original:  # other code replaced it after the swap
             return names[name](*args, **kwargs)
         heads = kwargs.get("unsqueeze_dim", 1)
         if (
@@ -124,7 +124,7 @@ def _fused(original: FunctionType, name: str, interleaved: bool) -> Callable[...
 
 
 def _fits(args: tuple[Tensor, ...], heads: int, casts: bool, partial: bool) -> bool:
-    """Return True if the fused function returns what the original does, except for rounding.
+    """Return True if the fused and the original function agree up to rounding.
 
     Args:
         args: queries, perhaps keys, cos and sin.
@@ -159,14 +159,14 @@ def _known() -> dict[Any, bool]:
 
 
 def _code(function: Any) -> Any:
-    """Return a key that is equal for functions if their code and that of rotate_half are equal.
+    """Return a key that is equal for functions with equal code, including that of rotate_half.
 
-    Returns None for closures and for objects that are not functions.
+    Return None for closures and for objects other than functions.
     """
     if not isinstance(function, FunctionType) or function.__closure__ is not None:
         return None
     code, helper = function.__code__, function.__globals__.get("rotate_half")
-    constants = tuple(c for c in code.co_consts if not isinstance(c, str))  # without the docstring
+    constants = tuple(c for c in code.co_consts if not isinstance(c, str))  # no docstring
     own = code.co_code, constants, code.co_names, code.co_varnames, function.__defaults__
     if "rotate_half" not in code.co_names or function is helper:
         return own

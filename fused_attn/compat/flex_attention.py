@@ -63,8 +63,8 @@ Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 _TOLERANCE = 1e-6  # relative error of a score_mod that computes in float32
 _LARGE = 1e9  # a score for which tanh is 1 in every score_mod
-_SAMPLES, _LEAST_SCORES = 4, 256  # scores in [-6, 6] per position, and in total
-# Ranges of scores, besides [-6, 6], over which the positions spread.
+_SAMPLES, _LEAST_SCORES = 4, 256  # minimum number of scores in [-6, 6] per position, and in total
+# Other ranges of scores; each position is tested with one score from each range.
 _RANGES = ((6.0, 1e3), (-6.0, -1e3), (1e3, _LARGE), (-1e3, -_LARGE), (_LARGE,) * 2, (-_LARGE,) * 2)
 
 
@@ -89,12 +89,11 @@ def flex_attention(
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score to use. It must be
-            score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and c, a
-            function of positions, which may have gradients. To find a, c1 and c, it is called with
-            scores from -1e9 to 1e9, once for each shape and each version of the tensors
-            and numbers that it reads. If it reads anything else, this happens in each call. A c
-            other than 0 becomes a float32 tensor of shape (batch or 1, num_heads or 1, seqlen_q,
-            seqlen_k).
+            score -> a * score + c or c1 * tanh(score / c1) + c, with numbers a and c1, and a
+            function c of the positions, which may have gradients. To find a, c1 and c, it is called
+            with scores from -1e9 to 1e9, once for each shape and each version of the tensors and
+            numbers that it reads. If it reads anything else, this happens in each call. A nonzero c
+            becomes a float32 tensor of shape (batch or 1, num_heads or 1, seqlen_q, seqlen_k).
         block_mask: see `masks.from_mask_mod`.
         scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
         enable_gqa: allow num_heads to be a multiple of num_heads_kv.
@@ -150,8 +149,8 @@ _MOST_EXAMINED = 8  # maximum number of cached entries per score_mod
 def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     """Return the formula of a score_mod, cached by the shape and by the values that it reads.
 
-    A bias with gradients is evaluated in each call. A score_mod is, too, if its state is unknown,
-    or in a torch.func transform, which may wrap the values that it reads.
+    A bias with gradients is evaluated in each call. Nothing is cached if the state of the score_mod
+    is unknown, or in a torch.func transform, which may wrap the values that it reads.
     """
     state = None if in_transform() else _state(score_mod, set())
     examined = {} if state is None else _EXAMINED.setdefault(score_mod, {})
@@ -169,7 +168,7 @@ def _terms(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
 
 
 _CONSTANT_MODULES = ("torch", "math", "builtins")
-# By these, a function reads values that are not in its closure, defaults or globals.
+# Names with which a function may read values outside of its closure, defaults and globals.
 _UNKNOWN_READS = {
     "globals", "vars", "eval", "exec", "open", "__import__", "get_default_dtype",
 }  # fmt: skip
@@ -180,7 +179,7 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
     """Return a cache key of the values that a function reads, or None if they are unknown.
 
     Args:
-        known: functions whose values are part of the key already.
+        known: functions whose values are already part of the key.
     """
     if not isinstance(function, FunctionType) or function.__dict__:  # it may read its attributes
         return None
@@ -198,7 +197,7 @@ def _state(function: Any, known: set[Any]) -> tuple[Any, ...] | None:
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None
-            key.append((value, value._version, value.requires_grad))  # equal by identity
+            key.append((value, value._version, value.requires_grad))  # by identity
         elif isinstance(value, FunctionType):
             nested = () if value in known else _state(value, known)
             if nested is None:
@@ -229,10 +228,10 @@ def _examine(score_mod: ScoreMod, shape: Shape, device: torch.device) -> _Terms:
     biases = []
     for rows in row_blocks(shape):
         size = (*shape[:2], len(rows), shape[3])
-        # Multiples of the golden ratio modulo 1; torch.vmap refuses random numbers.
+        # Multiples of the golden ratio modulo 1, because torch.vmap rejects random numbers.
         steps = torch.arange(math.prod(size), dtype=torch.float64, device=device)
         place = ((steps * 0.6180339887498949) % 1.0).view(size)
-        # Every position has several scores in [-6, 6], and small calls have many of them.
+        # At least _SAMPLES scores in [-6, 6] per position, and _LEAST_SCORES in total.
         count = max(_SAMPLES, -(-_LEAST_SCORES // max(len(steps), 1)))
         starts = torch.arange(count, dtype=torch.float64, device=device) / count
         scores = ((place + starts.view(-1, 1, 1, 1, 1)) % 1.0 - 0.5) * 12.0
@@ -295,7 +294,7 @@ def _check_gradients(result: Tensor, bias: Tensor) -> None:
 
 
 def _form(slope: float, change_of_large: float) -> _Terms:
-    """Return c * score or c * tanh(score / c), with this slope at 0 and this value at _LARGE."""
+    """Return the formula with the given slope at score 0 and the given value at score _LARGE."""
     if abs(change_of_large - slope * _LARGE) < 1e-3 * abs(change_of_large):
         factor = change_of_large / _LARGE
         return _Terms(1.0 if abs(factor - 1.0) < _TOLERANCE else factor, None, None)

@@ -12,14 +12,14 @@ from fused_attn.call.validation import check_integers
 def check_used(
     name: str, lengths: Tensor, capacity: Tensor | int, starts: Tensor | int = 0
 ) -> None:
-    """Raise unless each sequence has rows starts[b] to starts[b] + lengths[b] - 1.
+    """Check that each sequence has rows starts[b] to starts[b] + lengths[b] - 1.
 
     Values are checked only if the host can read them.
 
     Args:
         name: name of lengths, for error messages.
         lengths: (batch,) integers.
-        capacity: (batch,) or int; number of rows from which the sequence may use some.
+        capacity: (batch,) or int; number of rows that are available to the sequence.
         starts: (batch,) or int.
     """
     check_integers(name, lengths)
@@ -54,7 +54,7 @@ def rows_of_pages(
     lengths: Tensor,
     starts: Tensor | int = 0,
 ) -> Tensor:
-    """Return the rows of each sequence in a tensor of all pages' rows.
+    """Return the row indices of each sequence in a tensor of all pages' rows.
 
     Args:
         block_table: (batch, max_pages) integers; the pages of each sequence.

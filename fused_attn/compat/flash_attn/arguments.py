@@ -96,6 +96,6 @@ def check_per_sequence(name: str, values: Tensor, q: Tensor) -> None:
 
 
 def check_probs(return_attn_probs: bool, dropout_p: float) -> None:
-    """Raise NotImplementedError for dropped weights, which flash-attn returns for its tests."""
+    """Raise NotImplementedError if the weights after dropout are requested."""
     if return_attn_probs and dropout_p > 0.0:
         raise NotImplementedError("return_attn_probs is not supported with dropout_p > 0")

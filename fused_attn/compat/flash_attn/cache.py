@@ -46,8 +46,8 @@ def flash_attn_with_kvcache(
         v_cache: as k_cache, with head_dim_v.
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), written to the cache after the first
             cache_seqlens positions. None adds nothing.
-        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2); rotate k, and q at the positions of
-            k, or at the first of them without causal and window_size. Require k.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2); rotate k and q. The positions of q
+            are those of k; without causal and window_size, all are the first one. Require k.
         cache_seqlens: int, or (batch,) integers; positions of the cache that are in use. None means
             all.
         cache_batch_idx: (batch,) integers; the row of the cache of each sequence.
@@ -55,7 +55,7 @@ def flash_attn_with_kvcache(
         block_table: (batch, max_pages) integers; the pages of each sequence. flash-attn 3 calls it
             page_table.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ...; otherwise, pair the two halves.
-        num_splits: affects no result.
+        num_splits: ignored.
         return_softmax_lse: also return lse.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, keywords: as in
             flash_attn_func.

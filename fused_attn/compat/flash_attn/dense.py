@@ -43,8 +43,8 @@ def flash_attn_func(
         dropout_p: probability of dropping an attention weight.
         softmax_scale: factor of q @ k^T; None means 1 / sqrt(head_dim).
         causal: query i attends to keys j <= i + seqlen_k - seqlen_q.
-        window_size: number of keys (left, right) of that position that are visible; -1 or None
-            means unlimited.
+        window_size: number of visible keys to the (left, right) of that position; -1 or None means
+            unlimited.
         softcap: replace scores by softcap * tanh(scores / softcap); 0 disables it.
         alibi_slopes: float (num_heads,) or (batch, num_heads); see `masks.alibi`.
         deterministic: require a deterministic backward. On the CPU, it always is.

@@ -44,7 +44,7 @@ def flash_attn_varlen_func(
             block_table.
         v: as k, with head_dim_v.
         cu_seqlens_q: (batch + 1,), cumulative lengths of q, from 0 to total_q.
-        cu_seqlens_k: as cu_seqlens_q, of k. None if seqused_k is given with block_table.
+        cu_seqlens_k: as cu_seqlens_q, for k. None if seqused_k is given with block_table.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or an upper bound.
         block_table: (batch, max_pages) integers; the pages of each sequence. The rows in use are
             copied. flash-attn 4 calls it page_table.

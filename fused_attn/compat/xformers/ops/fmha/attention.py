@@ -105,7 +105,7 @@ def _attention(
 def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Return query, key and value with shape (batch, seqlen, num_heads, head_dim).
 
-    Repeated heads of key and value are removed if they need no gradient of their shape.
+    Heads that `expand` repeats are removed if key and value need no gradients.
     """
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
@@ -150,7 +150,7 @@ def _mask_of(attn_bias: Bias, query: Tensor) -> Tensor | Mask | None:
 
 
 def _check_kind(attn_bias: Any) -> None:
-    """Raise NotImplementedError for other classes than the masks of fmha.attn_bias."""
+    """Raise NotImplementedError for classes other than the masks of fmha.attn_bias."""
     kind = type(attn_bias)
     if getattr(biases, kind.__name__, None) is not kind or "Mask" not in kind.__name__:
         raise NotImplementedError(
@@ -181,7 +181,7 @@ def _packed(
     p: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of sequences in one dimension: out and lse, (1, num_heads, total_q)."""
+    """Return out and lse, (1, num_heads, total_q), of sequences concatenated in one dimension."""
     _check_kind(blocks)
     if not len(query) == len(key) == len(value) == 1:
         got = f"{len(query)}, {len(key)}, {len(value)}"

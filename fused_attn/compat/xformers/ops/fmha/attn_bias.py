@@ -72,7 +72,7 @@ class LowerTriangularMask(AttentionBias):
     _align = "top_left"
 
     def __init__(self, device: Device = None) -> None:
-        """Create the mask. It has no tensors, so it fits every device."""
+        """Create the mask; `device` is ignored, because the mask has no tensors."""
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
         """Return the mask with a float tensor that is added to the scores."""
@@ -169,9 +169,9 @@ class Blocks(AttentionBias):
         return self._padded_mask
 
     def key_rows(self, total: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of keys that are used of `total` rows, and their cumulative lengths.
+        """Return the indices of the used keys among `total` rows, and their cumulative lengths.
 
-        They are computed again after changes of the tensors in place.
+        Both are computed again after in-place changes to the tensors.
         """
         keys, table = self.k_seqinfo, self.block_tables
 
@@ -237,15 +237,15 @@ class BlockDiagonalMask(Blocks):
         return mask, query, key, value  # type: ignore[return-value]
 
     def split_queries(self, tensor: Tensor) -> list[Tensor]:
-        """Return the list of tensors from a packed tensor, (1, total_q, ...)."""
+        """Split a packed tensor, (1, total_q, ...), into the tensors that were packed."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)
 
     def split_kv(self, tensor: Tensor) -> list[Tensor]:
-        """Return the list of tensors from a packed tensor, (1, total_k, ...)."""
+        """Split a packed tensor, (1, total_k, ...), into the tensors that were packed."""
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the list of tensors from a packed tensor, (1, total, ...)."""
+        """Split a packed tensor, (1, total, ...), into the tensors that were packed."""
         if self.q_seqinfo is not self.k_seqinfo:
             raise ValueError(
                 "split requires queries and keys of equal lengths: use split_queries or split_kv"
@@ -322,7 +322,7 @@ class BlockDiagonalGappyKeysMask(Blocks):
     def from_seqlens(
         cls, q_seqlen: Lengths, kv_seqstarts: Lengths, kv_seqlen: Lengths, *, device: Device = None
     ) -> Any:
-        """Return the mask of keys at kv_seqstarts, whose last element is the total of rows."""
+        """Return the mask of keys at kv_seqstarts, whose last element is the number of rows."""
         keys = SeqLenInfo.of(kv_seqlen, None, kv_seqstarts, device)
         return cls(SeqLenInfo.of(q_seqlen, device=device), keys)
 
@@ -399,7 +399,7 @@ class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedK
 
 
 class PagedBlockDiagonalGappyKeysMask(_Paged):
-    """Keys in pages that start at any position in the pages of their sequence."""
+    """Sequences whose keys are in pages and start at any position within them."""
 
     @classmethod
     def from_seqlens(
@@ -412,7 +412,7 @@ class PagedBlockDiagonalGappyKeysMask(_Paged):
         *,
         device: Device = None,
     ) -> Any:
-        """Return the mask of keys from kv_seqstarts, (batch,), on."""
+        """Return the mask of keys that start at kv_seqstarts, (batch,), within their pages."""
         return cls._paged(q_seqlen, kv_seqstarts, kv_seqlen, block_tables, page_size, device)
 
 

@@ -15,11 +15,11 @@ Device = torch.device | str | None
 
 @dataclass(eq=False)
 class SeqLenInfo:
-    """Sequence b has seqlen[b] rows from seqstart[b] on, in tensors and as integers.
+    """Start rows and lengths of sequences, as tensors and as lists of integers.
 
-    The last element of seqstart is the total of rows. In pages, seqstart is relative to the first
-    row of the pages of sequence b. `padding` is the distance of padded sequences, 0 if they are
-    packed without gaps, and None otherwise.
+    Sequence b has seqlen[b] rows from row seqstart[b]; the last seqstart is the number of rows.
+    With pages, seqstart[b] is relative to the first page of sequence b. `padding` is the distance
+    between padded sequences, 0 for packed sequences without gaps, and None otherwise.
     """
 
     seqstart: Tensor

@@ -1,4 +1,4 @@
-"""Attention and models on several processes, with torch.distributed and the results of one process.
+"""Attention and models distributed over processes, with the results of a single process.
 
 Sequences are distributed by attention.py (ring and all-to-all attention), context.py (models) and
 decode.py (caches); heads and features by tensor_parallel.py.

@@ -1,7 +1,7 @@
 """Comparison of the arguments of all ranks, before they exchange anything else.
 
-Every call sends one message of constant length, even if the rank has an error. So a mistake on one
-rank is an error on all ranks of the group, and no rank hangs.
+Every call sends one message of constant length, even if the rank has an error. An invalid call on
+one rank therefore raises an error on all ranks, and none of them hangs.
 """
 
 from __future__ import annotations

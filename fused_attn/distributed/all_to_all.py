@@ -58,10 +58,10 @@ def attend_to_all(
 
 
 class HeadExchange:
-    """Exchange of rows of all heads for all rows of some heads.
+    """All-to-all exchange from some rows of all heads to all rows of some heads, and back.
 
-    Every rank gets consecutive query heads, and the KV heads that they use. If its first or last
-    query head shares a KV head with another rank's, it gets one KV head per query head.
+    Each rank receives consecutive query heads and the KV heads that they use. If they use several
+    KV heads, and another rank uses one of these, it receives one KV head per query head.
 
     Attributes:
         heads: the query heads of this rank.
@@ -70,7 +70,7 @@ class HeadExchange:
         ranks: the ranks that exchange heads.
         queries, keys: the positions of each rank, for all ranks of the mesh.
         rank: index of this rank in the whole mesh.
-        num_heads, num_heads_kv: of the complete call.
+        num_heads, num_heads_kv: numbers of heads of the complete call.
 
     Raises:
         ValueError: there are fewer query heads than ranks.
@@ -177,7 +177,7 @@ def _of_heads(tensor: Tensor, heads: range | list[int]) -> Tensor:
 def _exchanged(
     ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Tensor, ...]:
-    """Send a tensor to each rank, and return the tensors of given shapes that they send.
+    """Send one tensor to each rank, and return those received, which have the given shapes.
 
     The result is differentiable.
     """

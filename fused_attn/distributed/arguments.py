@@ -37,8 +37,8 @@ class Arguments:
         cu_seqlens: cu_seqlens_q and cu_seqlens_k, or None.
         method: the function to use for a one-dimensional mesh; "auto" selects the one that sends
             fewer bytes.
-        heads: (first head, number of heads) of these heads in a larger call, to which attn_mask
-            belongs. None means that the call has all heads.
+        heads: (first head of this call, number of heads of the larger call that attn_mask
+            describes). None means that the call has all heads.
         backend: name of the backend that the caller requested, or None.
         error: an error that the caller has found, or None. It is raised on this rank after the
             others have been informed.
@@ -81,7 +81,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Validated arguments, which fit those of the other ranks.
+    """Validated arguments, consistent with those of the other ranks.
 
     Attributes:
         inputs: 4-D tensors with the rows of this rank, and leading dimensions of the results.
@@ -231,7 +231,7 @@ def _shared(call: Arguments, local: _Local) -> dict[str, int]:
 
 
 def fingerprint(positions: Positions) -> int:
-    """Return an integer that differs for None, tensors (any), and Shardings that are not equal."""
+    """Return 0 for None, 1 for a tensor, and the hash of a Sharding."""
     return hash(positions) if isinstance(positions, Sharding) else int(positions is not None)
 
 

@@ -202,8 +202,8 @@ def _roles(groups: list[Ranks], method: Method, own: Prepared) -> tuple[Ranks | 
     query, key = own.inputs[:2]
     size, num_heads, num_heads_kv = groups[0].size, query.shape[1], key.shape[1]
     if method == "auto" and num_heads >= size:
-        # Rows of one head that a rank receives in a forward. All-to-all: query, key, value, and out
-        # returned. Ring: about the keys and values that a query attends to.
+        # Compare the rows of one head that a rank receives in a forward. All-to-all: query, key,
+        # value and out. Ring: approximately the keys and values that a query attends to.
         rows = own.shards.queries.length / size * (1 - 1 / size)
         by_heads = (2 * num_heads + 2 * max(num_heads_kv, size)) * rows / size
         visible = _cached_on_mask(

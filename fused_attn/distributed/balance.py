@@ -1,6 +1,6 @@
 """Distribution of positions by the number of keys that they attend to.
 
-A sharding is balanced if no rank has much more work than the mean, as all wait for the slowest.
+A sharding is balanced if no rank has much more work than the mean: all ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fused_attn.masks.spec import MaskSpec, spec_of_mask
 GOOD, FAIR = 1.02, 1.05
 # Chunks per rank, tried in this order. With the documents below, 16 chunks lead to at most 14 runs.
 CHUNKS_PER_RANK = (16, 32, 64)
-# A chunk may go to a rank whose work exceeds the least by SLACK * (1 - dealt^2) of the mean, where
-# `dealt` is the part of all work that ranks have: the first chunks go where their keys are, and the
-# last ones even out the work. For 2^20 positions on 512 ranks, documents with log-normal lengths of
+# A chunk may be assigned to a rank whose work exceeds the minimum by SLACK * (1 - f^2) times the
+# mean, where f is the fraction of all work assigned so far: early chunks follow their keys, late
+# chunks even out the work. For 2^20 positions on 512 ranks, documents with log-normal lengths of
 # median 1000, sigma 1.5: ratio 1.01, 6.6 % of all keys received. SLACK 0.25: 1.00, 10 %.
 SLACK = 0.5
-LOCALITY = 3.0  # cost of a chunk of keys to receive, in the mean work of a chunk of queries
+LOCALITY = 3.0  # cost of receiving a chunk of keys, as a multiple of the mean work of a chunk
 
 
 def balanced(
@@ -146,7 +146,7 @@ def _spec(
 
 
 def _candidates(visible: VisibleKeys, work: Tensor, ranks: int) -> Iterator[tuple[Sharding, bool]]:
-    """Yield shardings, and False for those of chunks; earlier ones usually send fewer keys."""
+    """Yield shardings, with False if chunks are dealt; earlier ones usually send fewer keys."""
     length = len(work)
     yield Sharding([[run] for run in _parts(length, ranks)]), True
     chunks = _parts(length, 2 * ranks)
@@ -164,16 +164,16 @@ def _parts(length: int, parts: int) -> list[range]:
 
 
 def _chunk_size(length: int, ranks: int, chunks: int) -> int:
-    """Return a number of positions per chunk: a multiple of DECISIONS if possible."""
+    """Return the number of positions per chunk, a multiple of DECISIONS if possible."""
     size = max(length // (ranks * chunks), 1)
     return size // DECISIONS * DECISIONS if size >= DECISIONS else size
 
 
-# ---- dealing ------------------------------------------------------------------------------------
+# Assignment of chunks to ranks.
 
 
 def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:
-    """Return the Sharding of chunks of a size, assigned by their work."""
+    """Return the Sharding with chunks of `size` positions, assigned by their work."""
     length = len(work)
     firsts = np.arange(0, length, size)
     begin, end = visible.ranges(firsts)

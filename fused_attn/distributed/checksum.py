@@ -19,10 +19,10 @@ _FACTOR = 0x5851F42D4C957F2D  # odd; Knuth, MMIX
 
 
 def checksum(mask: Mask | None, tensors: Sequence[Tensor | None] = ()) -> int:
-    """Return a checksum, in 32 bits, of a mask and of further tensors, such as cu_seqlens.
+    """Return a 32-bit checksum of a mask and of further tensors, such as cu_seqlens.
 
-    It is equal in all processes. For a tensor that requires grad, only shape and dtype count. The
-    values of a tensor are read once, as long as it does not change; on a GPU, this synchronizes.
+    It is equal in all processes. It ignores the values of tensors that require grad. The values of
+    other tensors are read once, unless they change; on a GPU, this synchronizes.
     """
     return zlib.crc32(repr((_described(mask), [_described(t) for t in tensors])).encode())
 
@@ -31,7 +31,7 @@ def _described(value: Any, seen: dict[Any, int] | None = None) -> Any:
     """Return a value whose repr describes a mask or a part of it completely.
 
     Args:
-        seen: numbers of the functions that are described already.
+        seen: maps each function that is described already to its number.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
@@ -42,7 +42,7 @@ def _described(value: Any, seen: dict[Any, int] | None = None) -> Any:
     if is_dataclass(value):
         parts = [(f.name, getattr(value, f.name)) for f in fields(value) if f.compare]
         return [(name, _described(part, seen)) for name, part in parts]
-    if callable(value):  # its repr has an address
+    if callable(value):  # its repr contains an address
         code = getattr(value, "__code__", None)
         if code is None:
             return type(value).__qualname__
@@ -73,6 +73,6 @@ def _sum_of_bits(tensor: Tensor) -> int:
     for first in range(0, len(bits), _CHUNK):
         part = bits[first : first + _CHUNK].long()
         place = torch.arange(first + 1, first + 1 + len(part), device=bits.device)
-        # Integers wrap around. Products of value and place, both mixed, differ for swapped values.
+        # Integer overflow wraps around. The factor of the place makes the sum depend on the order.
         total = total + ((part + 1) * _FACTOR * (2 * place + 1)).sum()
     return int(total)

@@ -159,8 +159,8 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Return complete tensors from the rows that each rank holds, on all ranks; differentiable.
 
-    The backward takes the rows of this rank of the gradient: all ranks must compute the same from
-    the complete tensors.
+    The backward returns this rank's rows of the gradient, so all ranks must compute the same
+    results from the complete tensors.
 
     Args:
         mesh: as in context_parallel.
@@ -221,7 +221,7 @@ class ContextParallel(ParallelStyle):
             if self._open:  # empty if a hook before `enter` raised
                 self._open.pop().close()
 
-        # On all modules within, because activation checkpointing calls these again in the backward.
+        # Hook all submodules, because activation checkpointing calls them again in the backward.
         for part in module.modules():
             part.register_forward_pre_hook(enter)
             part.register_forward_hook(leave, always_call=True)
@@ -290,7 +290,7 @@ class Calls:
         if by_heads is not None:
             heads = by_heads.part(1).start, call.query.shape[1]
             tensors = tuple(map(by_heads.to_local, tensors))
-            if options.seed is None:  # equal on all ranks of both meshes
+            if options.seed is None:  # must be equal on all ranks of both meshes
                 ranks = *self._groups, *ranks_of(by_heads.mesh)
                 options = with_seed(options, ranks, tensors[0].device)
         mask = self._with_causal if call.is_causal else self._mask
@@ -342,7 +342,7 @@ def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Shardi
 
 
 def _complete(rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]) -> Tensor:
-    """Return the complete tensor of the rows of all ranks, differentiable in those of this rank."""
+    """Gather the complete tensor from all ranks; differentiable in the rows of this rank."""
     own = rows.movedim(dim, 0)
     counts = [sharding.rows(rank) for rank in range(sharding.ranks)]
     message = own.new_zeros(1, max(counts), *own.shape[1:])

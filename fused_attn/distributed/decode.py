@@ -143,7 +143,7 @@ def _checksum_of_lengths(cache_lengths: Tensor | Sequence[int]) -> int:
     return checksum(None, (torch.as_tensor(cache_lengths).to(torch.int64),))
 
 
-_FEW = 8  # new positions up to which `_append` does not synchronize with a GPU
+_FEW = 8  # maximum number of new positions for which `_append` does not synchronize with a GPU
 
 
 def _append(cache: Tensor, new: Tensor, lengths: Tensor, sharding: Sharding, rank: int) -> None:
@@ -159,14 +159,14 @@ def _append(cache: Tensor, new: Tensor, lengths: Tensor, sharding: Sharding, ran
         cache[b, :, row[b, t]] = new[b, :, t]
         return
     for step in range(new.shape[2]):
-        # A sequence whose position belongs to another rank keeps the content of its row 0.
+        # If the position belongs to another rank, rewrite row 0 with its present content.
         own, at = (row[:, step] >= 0)[:, None, None], row[:, step].clamp(min=0)
         cache[sequence, :, at] = torch.where(own, new[:, :, step], cache[sequence, :, at])
 
 
 @functools.lru_cache(maxsize=16)
 def _row_of_position(sharding: Sharding, rank: int, device: torch.device) -> Tensor:
-    """Return the row of this rank at which each position is stored; -1 for other ranks'."""
+    """Return the row of this rank that stores each position; -1 if another rank stores it."""
     table = torch.full((sharding.length,), -1, dtype=torch.int64, device=device)
     table[sharding.positions(rank, device)] = torch.arange(sharding.rows(rank), device=device)
     return table
@@ -177,7 +177,7 @@ def own_part(call: AttentionCall, pieces: Sequence[Piece], prefix: bool) -> Merg
 
     Args:
         call: the call of all positions, with the cache of this rank.
-        pieces: the positions of the cache.
+        pieces: the positions of this rank's cache.
         prefix: True if the mask has prefixes.
     """
     rows = range(call.query.shape[2])

@@ -39,8 +39,8 @@ from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import dispatch
 from fused_attn.ops.seeds import new_seed
 
-# Loops and list comprehensions, instead of generator expressions, because torch.compile traces this
-# file.
+# Use loops and list comprehensions instead of generator expressions, because torch.compile traces
+# this file.
 _BATCH, _HEAD = 0, 1
 
 
@@ -82,7 +82,7 @@ class TensorSharding:
         return [p for p in self.placements if p.is_shard()] != []
 
     def to_local(self, tensor: Any) -> Any:
-        """Return this rank's shard of a DTensor with the dimensions of `shape`; None stays None."""
+        """Return this rank's shard of a DTensor with the dimensions of `shape`; None for None."""
         if tensor is None:
             return None
         return _waited(tensor.redistribute(self.mesh, self.placements).to_local())
@@ -126,7 +126,7 @@ class TensorSharding:
         )  # fmt: skip
 
     def seed(self, device: torch.device) -> Tensor:
-        """Draw a dropout seed and return that of the first rank, on all ranks of the mesh."""
+        """Draw a dropout seed on each rank of the mesh, and return that of the first rank."""
         from torch.distributed._functional_collectives import broadcast
 
         seed = new_seed(device)
@@ -137,7 +137,7 @@ class TensorSharding:
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    """Return a plain tensor; waits for an AsyncCollectiveTensor, whose wrapper has no storage."""
+    """Return a plain tensor, after waiting for an AsyncCollectiveTensor, which has no storage."""
     return tensor if type(tensor) in PLAIN_TYPES else tensor.clone()
 
 
@@ -146,7 +146,7 @@ def replicated(tensor: Any) -> Any:
     return _waited(tensor.full_tensor()) if is_dtensor(tensor) else tensor
 
 
-# ---- attention ----------------------------------------------------------------------------------
+# Attention.
 
 
 def attention(
@@ -185,7 +185,7 @@ def sinks_like(lse: Any, sinks: Any) -> Any:
 def _local_attention(
     call: UncheckedAttention,
 ) -> tuple[AttentionCall, tuple[int, ...] | None, TensorSharding]:
-    """Validate a call, and return that of this rank's shards.
+    """Validate a call, and return the call on this rank's shards.
 
     Returns:
         The call to run, the leading dimensions of the results (see `checked_attention`), and the
@@ -199,7 +199,7 @@ def _local_attention(
     sharding = _attention_sharding(whole.query, whole.key)
     query, key, value = (sharding.to_local(t) for t in (whole.query, whole.key, whole.value))
     options, batch, heads = whole.options, sharding.part(_BATCH), sharding.part(_HEAD)
-    # The mask of the shard is cached on the Mask that the mask of the call is derived from.
+    # The mask of the shard is cached on the Mask that the caller passed.
     mask = call.attn_mask if isinstance(call.attn_mask, Mask) and not call.is_causal else None
     local = AttentionCall(query, key, value, _mask_of_part(whole, sharding, mask), options)
     if options.dropout_p == 0.0:
@@ -279,7 +279,7 @@ def _of_all_heads(weights: Tensor, sharding: TensorSharding, average: bool) -> A
     return sharding.from_local(weights / parts, means)
 
 
-# ---- norms --------------------------------------------------------------------------------------
+# Norms.
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
@@ -291,7 +291,7 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
 
 
 def _local_norm(call: UncheckedNorm) -> tuple[NormCall, TensorSharding]:
-    """Validate a norm call, and return that of this rank's shards and the results' sharding."""
+    """Validate a norm call; return the call on this rank's shards and the results' sharding."""
     call.weight, call.bias = replicated(call.weight), replicated(call.bias)
     checked = checked_norm(call)
     input: Any = checked.input
@@ -332,11 +332,11 @@ def _norm_offsets(sharding: TensorSharding, device: torch.device) -> Tensor | No
     return first.flatten() * math.prod(leading[last + 1 :])
 
 
-# ---- checks -------------------------------------------------------------------------------------
+# Placements and checks.
 
 
 def _kept(tensor: Any, dims: Sequence[int]) -> tuple[Any, ...]:
-    """Return the tensor's placements, with Replicate for all but shards of the given dimensions."""
+    """Return a tensor's placements; all but shards of the given dimensions become Replicate."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements = []

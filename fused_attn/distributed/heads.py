@@ -31,7 +31,7 @@ def packed_rows(bias: Any, mesh: Any) -> Tensor:
 
 
 def shared_input(x: Any, mesh: Any) -> Tensor:
-    """Return an input that all ranks project, as a local tensor with the gradient of all heads.
+    """Return an input that all ranks project, as a local tensor; its gradient sums over all heads.
 
     Args:
         x: a plain tensor that is equal on all ranks, or a DTensor.
@@ -55,8 +55,8 @@ def on_heads(
         query, key, value: local tensors, with the heads of this rank in dimension 1.
 
     Returns:
-        The output of the heads of this rank. If attend also returns attention weights, a tuple of
-        the output and the weights, of all heads.
+        The output of this rank's heads. If attend also returns attention weights, a tuple of this
+        output and the weights of all heads.
     """
     from torch.distributed.tensor import DTensor, Shard
 

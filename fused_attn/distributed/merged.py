@@ -16,16 +16,15 @@ _MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)
 
 
 class MergedOutputs:
-    """Sum of partial results.
+    """Accumulator of partial results.
 
-    The result depends only on the parts and their order. Rows without a visible key
-    remain 0, with lse -inf.
+    The result depends only on the parts and their order. Fully masked rows remain 0, with lse -inf.
 
     Attributes:
-        dtype: the statistics dtype, which partial results have.
+        dtype: dtype of partial results, the statistics dtype.
 
     Args:
-        query, value: those of a call whose out has the shape of the sum.
+        query, value: tensors of a call whose out has the shape of the merged out.
     """
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
@@ -52,7 +51,7 @@ class MergedOutputs:
         before.copy_(maximum)
 
     def finish(self, dtype: torch.dtype) -> AttentionOutputs:
-        """Return the merged results, in the form that a forward returns for a backward.
+        """Return the merged results, in the format that a backward requires.
 
         Args:
             dtype: dtype of out.

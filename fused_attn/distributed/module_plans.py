@@ -30,7 +30,7 @@ _PACKED = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "qkv")
 
 
 def parallel_modules(model: Module) -> dict[str, str]:
-    """Return "heads", "columns" or "rows" for the name of each module that is split.
+    """Return a dict from the name of each module to split to "heads", "columns" or "rows".
 
     An attention module precedes its projections.
 
@@ -38,7 +38,7 @@ def parallel_modules(model: Module) -> dict[str, str]:
         NotImplementedError: an attention module cannot be split.
     """
     plan: dict[str, str] = {}
-    inside: list[str] = []  # fused_attn's attention modules, which HeadwiseParallel shards as one
+    inside: list[str] = []  # MultiheadAttention modules, which HeadwiseParallel shards as a whole
     for name, module in model.named_modules():
         if any(name.startswith(f"{own}.") for own in inside):
             continue
@@ -52,7 +52,7 @@ def parallel_modules(model: Module) -> dict[str, str]:
 
 
 def head_counts(module: Any) -> dict[str, int] | None:
-    """Return the numbers of heads of an attention module, None if it cannot be split."""
+    """Return the numbers of heads of an attention module; None if it cannot be split."""
     if isinstance(module, MultiheadAttention):
         return {"num_heads": module.num_heads}
     names, head_dim = projections_of(module), _head_dim(module)

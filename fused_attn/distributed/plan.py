@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         return self.positions.start - self.rows.start
 
     def part(self, positions: range) -> Piece:
-        """Return the piece of some of the positions."""
+        """Return the part of this piece that holds the given positions."""
         rows = range(positions.start - self.offset, positions.stop - self.offset)
         return Piece(rows, positions, self.sequence)
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     Attributes:
         queries: rows of the rank that computes the block.
         keys: rows of the rank that owns the keys.
-        received: the same keys as rows of what the rank receives (see Step).
+        received: the same keys, as rows of the message that the rank receives (see Step).
     """
 
     queries: Piece
@@ -56,7 +56,7 @@ class Step:
 
     Attributes:
         blocks: the blocks to compute.
-        wanted: rows of the rank that owns the keys, in ascending order; these are received.
+        wanted: rows to receive, as rows of the rank that owns the keys, in ascending order.
         sent: rows of this rank, in ascending order, that are sent to the rank that needs them.
     """
 
@@ -94,7 +94,7 @@ def plan_of(
         rank: the rank.
         visible: lookup of visible keys.
         starts: cumulative lengths of the packed queries and keys, or None.
-        prefix: True if the mask has prefixes; blocks are then equal or disjoint ranges.
+        prefix: True for a prefix mask; queries and keys of a block are then equal or disjoint.
         dropout: True if there is dropout; blocks then begin at multiples of DECISIONS if possible.
 
     Raises:
@@ -190,7 +190,7 @@ def union(ranges: Iterable[range]) -> tuple[range, ...]:
 
 
 def _within(union: Sequence[range], rows: range) -> range:
-    """Return the place of rows in the concatenation of disjoint ranges."""
+    """Return the range of `rows` in the concatenation of disjoint ranges."""
     before = 0
     for part in union:
         if part.start <= rows.start and rows.stop <= part.stop:

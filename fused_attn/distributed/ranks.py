@@ -1,4 +1,4 @@
-"""Ranks of a process group or device mesh, and what they exchange."""
+"""Ranks of a process group or device mesh, and the communication between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mesh = DeviceMesh | dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group, as seen by one of them.
+    """A process group, and the index of this process in it.
 
     Attributes:
         group: the process group.
@@ -25,7 +25,7 @@ class Ranks:
         size: number of processes.
     """
 
-    group: Any  # dist.ProcessGroup, which is None in a torch without distributed support
+    group: Any  # a dist.ProcessGroup, or None for a single rank without communication
     rank: int
     size: int
 
@@ -97,9 +97,9 @@ def gather_on_mesh(
 
     Args:
         groups: the ranks of each dimension of the mesh.
-        values: as many on all ranks.
+        values: integers, the same number on all ranks.
         device: device that a group uses if it has no CPU backend. A group with "gloo" for the CPU,
-            as init_process_group() makes by default, does not wait for the GPU.
+            which init_process_group() creates by default, does not wait for the GPU.
     """
     rows = torch.tensor([values], dtype=torch.int64)
     for ranks in reversed(groups):
@@ -110,7 +110,7 @@ def gather_on_mesh(
 
 @dataclass
 class Transfer:
-    """Messages that are being sent and received.
+    """Messages in flight, sent and received.
 
     Attributes:
         received: the tensor to receive, which is valid after `wait`.

@@ -37,7 +37,7 @@ from fused_attn.masks.restrict import of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import library
 
-# Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
+# Steps whose keys are in flight while a step is computed, each in a separate buffer. Simulated
 # forward of packed causal documents with balanced positions, in ms, for 1, 2, 4 and 8 steps (see
 # benchmarks/scale_simulation.py): 8 ranks 104, 93, 73, 62; 32 ranks 44, 36, 28, 27; 128
 # ranks 29, 27, 26, 26. Causal masks with zigzag positions are not faster with more than 1.
@@ -52,8 +52,7 @@ class Ring:
         ranks: the ranks that hold the queries and keys.
         plan: the plan of this rank.
         options: validated options. The seed is the same on all ranks.
-        heads: (first head, number of heads) of these heads in the complete call; only dropout
-            needs them.
+        heads: (first head of this call, number of heads of the complete call), for dropout.
         backend: name of the backend that the caller requested, or None.
     """
 
@@ -126,7 +125,7 @@ class _RingBackward(Function):
         outputs, spec = AttentionOutputs(*rest[:4]), mask.with_tensors(rest[4:])
         grad_out = torch.zeros_like(outputs.out) if grad_out is None else grad_out
         sums = _Gradients(query, key, value, spec.bias if wants_bias else None)
-        # A bias that is broadcast over keys only shifts lse, so its gradient is that of lse.
+        # A bias that is constant over the keys shifts lse only, so its gradient is that of lse.
         shifts_lse = sums.bias is not None and sums.bias.shape[3] == 1
         if shifts_lse and grad_lse is not None:
             visible = outputs.lse != -torch.inf
@@ -165,7 +164,7 @@ def _received(
     """Yield each step with the keys and values that its blocks refer to.
 
     The rows of the next AHEAD steps are in flight while the caller computes a step. In step 0, the
-    blocks refer to the rows of this rank themselves.
+    blocks refer to the rows of this rank.
     """
     steps = setting.plan.steps
     transfers = deque(_requested(setting, s, key, value) for s in range(1, AHEAD + 1))
@@ -205,7 +204,7 @@ def _returned(setting: Ring, s: int, grads: Tensor, like: Tensor) -> Transfer:
 
     Args:
         grads: gradients of the message that was received in step s.
-        like: a tensor with the dtype and the dimensions of grads.
+        like: a tensor with the dtype and the dimensions of grads, except the number of rows.
     """
     rank = setting.ranks.rank
     received = _buffer(like, setting.plan.steps[s].sent)
@@ -215,7 +214,7 @@ def _returned(setting: Ring, s: int, grads: Tensor, like: Tensor) -> Transfer:
 
 
 def _buffer(like: Tensor, rows: Sequence[range]) -> Tensor:
-    """Allocate a message of some rows, with the dtype and the other dimensions of a tensor."""
+    """Allocate a message of the given rows, with the dtype and other dimensions of `like`."""
     return like.new_empty(*like.shape[:2], sum(map(len, rows)), like.shape[3])
 
 
@@ -224,7 +223,7 @@ def _slice(rows: range) -> slice:
 
 
 class _Gradients:
-    """Sums of the gradients of this rank, in the dtype of the statistics.
+    """Gradient accumulators of this rank, in the statistics dtype.
 
     Attributes:
         query, bias: gradients of query and bias.
@@ -257,7 +256,7 @@ class _Gradients:
         part += grad
 
     def _bias_of(self, queries: Piece, keys: range) -> Tensor:
-        """Return a view of the gradient of bias."""
+        """Return a view of the gradient of bias for the given queries and keys."""
         part = of_positions(MaskSpec(bias=self.bias), queries.positions, keys, queries.sequence)
         assert part.bias is not None
         return part.bias
@@ -278,7 +277,7 @@ class BlockCall:
     Attributes:
         rows: query rows of the block.
         columns: rows of the received keys.
-        padding: number of rows that were put before the keys, so that they begin at a multiple of
+        padding: number of rows inserted before the keys, so that they begin at a multiple of
             DECISIONS, as dropout requires.
     """
 

@@ -16,8 +16,8 @@ Runs = tuple[range, ...]
 class Sharding:
     """The positions of a sequence that each rank holds.
 
-    The rows of a rank are runs of consecutive positions, in ascending order or not. Every position
-    belongs to exactly one rank; ranks may have different numbers of rows, or none.
+    The rows of a rank are runs of consecutive positions, in any order. Every position belongs to
+    exactly one rank; ranks may have different numbers of rows, or none.
 
     Attributes:
         runs: for each rank, its runs of positions, in the order of its rows.
@@ -51,7 +51,7 @@ class Sharding:
                     f"the positions of all ranks must together be range(length), but {problem}"
                 )
         self.length = stops[-1]
-        # Equal in all processes, unlike hashes of strings. An empty run ends each rank's.
+        # Equal in all processes, unlike hashes of strings. An empty run separates the ranks.
         table = [(run.start, run.stop) for own in self.runs for run in (*own, range(0))]
         self._hash = hash(tuple(table))
         most = max(map(len, self.runs), default=0)
@@ -63,19 +63,19 @@ class Sharding:
 
     @staticmethod
     def contiguous(length: int, ranks: int) -> Sharding:
-        """Give each rank one run; lengths differ by at most 1."""
+        """Assign one run to each rank; lengths differ by at most 1."""
         ends = [length * rank // ranks for rank in range(ranks + 1)]
         return Sharding([[range(a, b)] for a, b in itertools.pairwise(ends)])
 
     @staticmethod
     def of_lengths(lengths: Sequence[int]) -> Sharding:
-        """Give rank r the next lengths[r] positions."""
+        """Assign the next lengths[r] positions to rank r."""
         ends = list(itertools.accumulate(lengths, initial=0))
         return Sharding([[range(a, b)] for a, b in itertools.pairwise(ends)])
 
     @staticmethod
     def zigzag(length: int, ranks: int) -> Sharding:
-        """Give rank r the chunks r and 2 * ranks - 1 - r of 2 * ranks chunks.
+        """Assign chunks r and 2 * ranks - 1 - r of 2 * ranks chunks to rank r.
 
         This balances causal masks without documents. Source: Zhu 2024, ring-flash-attention.
         """
@@ -85,7 +85,7 @@ class Sharding:
 
     @staticmethod
     def of_positions(positions: Sequence[Tensor | Sequence[int]]) -> Sharding:
-        """Give rank r the positions positions[r], integers of shape (rows of the rank,)."""
+        """Assign positions[r], integers of shape (rows of the rank,), to rank r."""
         return Sharding([runs_of(torch.as_tensor(own)) for own in positions])
 
     @property
@@ -129,7 +129,7 @@ def runs_of(positions: Tensor) -> Runs:
 
 
 def _joined(runs: Iterable[range]) -> Runs:
-    """Join runs that continue the run before."""
+    """Join each run that continues the previous one with it."""
     joined: list[range] = []
     for run in runs:
         if joined and joined[-1].stop == run.start:

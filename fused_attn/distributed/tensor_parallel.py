@@ -96,8 +96,8 @@ class HeadwiseParallel(ParallelStyle):
             if name == "in_proj_weight":
                 sharded = _packed_rows(parameter, mesh, source)
             else:
-                # The packed bias is small. Its rows of q, k and v could not be sharded again by
-                # FSDP2, which shards dimension 0.
+                # The packed bias is replicated: it is small, and FSDP2, which shards dimension 0,
+                # could not shard its rows of q, k and v again.
                 dim = 2 if name in ("bias_k", "bias_v") else 0
                 placement = Replicate() if name == "in_proj_bias" else Shard(dim)
                 sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
@@ -185,7 +185,7 @@ def _is_packed(parameter: Any) -> bool:
 def _check_fsdp(module: MultiheadAttention, *_: Any) -> None:
     """Raise ValueError if a state_dict would contain a wrong global in_proj_weight.
 
-    The placements of torch cannot express rows that FSDP2 sharded again.
+    torch's placements cannot express rows that FSDP2 sharded a second time.
     """
     weight: Any = module.in_proj_weight
     if not isinstance(weight, DTensor):
@@ -212,7 +212,7 @@ def _gather_inputs(
     mesh: DeviceMesh, layout: Placement, module: Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Replace query, key and value by replicated DTensors (forward pre-hook)."""
-    gathered: dict[int, Tensor] = {}  # equal tensors stay identical, as in self-attention
+    gathered: dict[int, Tensor] = {}  # one object per tensor, as in self-attention
 
     def gather(x: Tensor) -> Tensor:
         if id(x) not in gathered:

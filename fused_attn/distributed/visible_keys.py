@@ -35,9 +35,9 @@ class VisibleKeys:
     def work(self) -> Tensor:
         """Number of visible keys of each query, int64 (seqlen_q,), summed over the batch.
 
-        Key masks are counted; a key counts if it is visible to any head. A dense tensor limits the
-        number of keys of a query, so the count is an upper bound. Documents that are not contiguous
-        count as if they were.
+        Keys that are masked in all heads do not count. A dense tensor limits the number of keys of
+        a query, so the count is an upper bound. Documents that are not contiguous are treated as
+        contiguous.
         """
         begin, end = self._intervals.begin.long(), self._intervals.end.long()
         rest, count = self._intervals.rest, end - begin
@@ -92,7 +92,7 @@ class VisibleKeys:
         return self._without_masked(queries, found)
 
     def _without_masked(self, queries: range, keys: range) -> range | None:
-        """Remove keys from both ends that the conditions outside the intervals mask."""
+        """Remove the keys at both ends that are masked by conditions outside of the intervals."""
         rest, packed = self._intervals.rest, self._intervals.rows is not None
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         visible = torch.ones(len(keys), dtype=torch.bool)
@@ -113,6 +113,6 @@ class VisibleKeys:
 
 
 def _any_of_key(mask: Tensor, keys: slice) -> Tensor:
-    """Return, for each key, whether a 4-D bool mask leaves it visible to any query."""
+    """Return, for each key, whether it is visible to any query in a 4-D bool mask."""
     mask = mask if mask.shape[3] == 1 else mask[..., keys]
     return mask.any(0).any(0).any(0)

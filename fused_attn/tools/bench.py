@@ -103,8 +103,8 @@ def measure(
         dropout_p: dropout of the timed calls; results are checked without dropout.
         bias: add a (1, num_heads, seqlen_q, seqlen_k) tensor to the scores; it has a gradient. SDPA
             receives mask and bias as one tensor, which each call makes.
-        packed: `varlen_attention` of the sequences of mask "padding", without their padding. SDPA
-            receives the padded tensors and a mask that hides the padding.
+        packed: time `varlen_attention` on the sequences of mask "padding", without their padding.
+            SDPA receives the padded tensors and a mask of the padding.
         device: "cpu" or a GPU.
         backend: fused_attn backend; None for the default choice.
         rounds: number of measurements of each implementation.
@@ -121,7 +121,7 @@ def measure(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device, torch_dtype = torch.device(device), getattr(torch, dtype)
-    # The gradient of the bias is a sum over all sequences.
+    # The gradient of the bias is a sum over all sequences, so none can be omitted.
     sample = shape.reduced(shape.batch if bias else None)
     padded = shape.operands(torch_dtype, device, layout="transposed")
     there = padded["query"].device
@@ -182,7 +182,7 @@ def measure(
             calls = {OURS: timing.timed(dropping[0], leaves, result.direction)}
             try:
                 out = peer(*peer_leaves)
-                if visible is not None:  # SDPA may return other values than 0 in fully masked rows
+                if visible is not None:  # SDPA may return nonzero values in fully masked rows
                     out = out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
                 agrees = verdict.agrees(packed_rows(out) if packed else out)
                 if agrees:
@@ -241,7 +241,7 @@ def _part_of(shape: Shape, sample: Shape) -> Callable[[Tensor], Tensor]:
 
 
 def _share(shape: Shape, visible: Tensor | None, packed: bool) -> float:
-    """Return the fraction of query-key pairs that are visible; pairs with padding are not."""
+    """Return the fraction of query-key pairs that are visible; padding counts as not visible."""
     if packed and visible is not None:
         real = torch.arange(shape.seqlen_q) < sequence_lengths(shape.batch, shape.seqlen_q)[:, None]
         visible = visible & real.to(visible.device)[:, None, :, None]

@@ -140,7 +140,7 @@ class Shape:
         return part
 
 
-# ---- masks --------------------------------------------------------------------------------------
+# Masks.
 
 
 def sequence_lengths(batch: int, longest: int) -> Tensor:
@@ -246,7 +246,7 @@ def combined(*parts: Mask | None) -> Mask | None:
     return functools.reduce(operator.and_, given) if given else None
 
 
-# ---- masks as tensors ---------------------------------------------------------------------------
+# Masks as tensors.
 
 
 def tensors_of(
@@ -286,7 +286,7 @@ def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
     )
 
 
-# ---- packed sequences ---------------------------------------------------------------------------
+# Packed sequences.
 
 
 def packed_rows(tensor: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def packed_sequences(
     """Return the arguments of varlen_attention for `packed_rows` of query, key and value.
 
     Args:
-        batch: number of the first sequences to use; None for all.
+        batch: use only the first `batch` sequences; None means all.
 
     Returns:
         cu_seqlens and the maximum lengths of queries and keys.

@@ -47,7 +47,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Check:
-    """Base class of a problem and the property of its results that is checked.
+    """Base class of checks: a problem, and the property of its results to check.
 
     Attributes:
         dtype: name of the operands' torch dtype.
@@ -74,7 +74,7 @@ class Check:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def problem(self) -> Problem:
-        """Return the properties of the call that select a backend, on a CPU."""
+        """Return the properties of the call that select a backend, for device "cpu"."""
         raise NotImplementedError
 
     def classes(self) -> list[ProblemClass]:
@@ -90,11 +90,11 @@ class Check:
         raise NotImplementedError
 
     def call(self, device: torch.device) -> Call:
-        """Return the function under test, which takes the operands."""
+        """Return the function under test, whose arguments are the operands."""
         raise NotImplementedError
 
     def eager(self, device: torch.device) -> Call:
-        """Return the function that eager attention or torch's norms compute for the contract."""
+        """Return the function that the "eager" backend runs as the reference of the contract."""
         return self.call(device)
 
     def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ class AttentionCheck(Check):
         batch, heads, seqlen_q, seqlen_k = shape.scores
         query = torch.zeros(batch, heads, seqlen_q, 8, device=device, **there)
         key = torch.zeros(batch, heads, seqlen_k, 8, device=device, **there)
-        # With an identity matrix as value, out equals the dropped-out weights.
+        # With an identity matrix as value, out equals the weights after dropout.
         value = torch.eye(seqlen_k, device=device, **there).expand(batch, heads, -1, -1)
         torch.manual_seed(self.seed)
         want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *shape.scores)
@@ -223,8 +223,8 @@ class PartialCheck(AttentionCheck):
     """Check of partial results (`AttentionOptions.partial`) over two parts of the keys.
 
     The parts are merged as in ring attention, or as in distributed decoding without gradients. The
-    result must satisfy the contract of an ordinary call. Partial problems have no
-    separate class: a failure rules out the class of the same problem with ordinary results.
+    result must satisfy the contract of an ordinary call. Partial problems have no separate class: a
+    failure rules out the class of the same problem with ordinary results.
     """
 
     def call(self, device: torch.device) -> Call:
@@ -372,7 +372,7 @@ class NormCheck(Check):
         return sizes
 
 
-# ---- helpers ------------------------------------------------------------------------------------
+# Helpers.
 
 
 def attend(
@@ -392,7 +392,7 @@ def attend(
 
 
 def _of_two_parts(call: AttentionCall, gradients: bool) -> Tensor:
-    """Return out of distributed attention on one rank, whose first part has a third of the keys."""
+    """Return out merged from two parts of the keys, as in distributed attention on one rank."""
     from fused_attn.distributed import decode, plan, ranks, ring  # imports torch.distributed
 
     rows, keys = range(call.query.shape[2]), range(call.key.shape[2])

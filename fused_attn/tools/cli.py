@@ -1,4 +1,4 @@
-"""The command line `fused-attn`: its commands are the modules of fused_attn/tools/commands/."""
+"""Command line `fused-attn`; each module of fused_attn/tools/commands/ is one command."""
 
 from __future__ import annotations
 

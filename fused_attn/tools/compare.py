@@ -6,9 +6,9 @@ modules, optionally under `enable()`. The errors of the last two runs are measur
 truth. A fourth, eager run checks that the outputs repeat. Eager outputs that do not repeat, or that
 are far from float64, set no valid limit.
 
-A model with fused modules that remove padding runs twice. With padding, it provides the rows of
-layers, whose shapes would otherwise differ. Without padding, as users run it, it provides the
-model's outputs and gradients.
+A model whose fused modules remove padding runs twice. The run with padding is compared by layer,
+because shapes would otherwise differ. The run without padding, as users run the model, is compared
+by outputs and gradients of the model.
 """
 
 from __future__ import annotations
@@ -206,9 +206,9 @@ def _watched(model: Module, swap: SwapReport) -> set[str]:
 
 
 def _report_branches(model: Module, swap: SwapReport, calls: CallCounts) -> None:
-    """Make runs of `model` report the branch that modules with the reason EITHER take.
+    """Report in `swap`, during runs of `model`, which branch modules with the reason EITHER use.
 
-    Their forward is wrapped. A branch with torch's function is one in which `calls` increase.
+    Their forward is wrapped. If `calls` increase during a forward, it used torch's function.
     """
 
     def watch(module: Module, index: int) -> None:
@@ -252,7 +252,7 @@ def _eager_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# ---- requirements on eager attention ------------------------------------------------------------
+# Requirements on eager attention.
 
 # Allowed difference between two runs, in units of eps times the largest element. On a CPU only the
 # alignment of tensors can change the summation order; on a GPU it changes from run to run.
@@ -312,7 +312,7 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
             )
 
 
-# ---- errors -------------------------------------------------------------------------------------
+# Errors.
 
 
 def _report(

@@ -23,10 +23,10 @@ from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
-PEER_FACTOR = 10.0  # a peer whose error exceeds 10 times eager's computes another problem
+PEER_FACTOR = 10.0  # a peer with more than 10 times eager's error computes another problem
 
 
-# ---- the rule -----------------------------------------------------------------------------------
+# Errors and their limits.
 
 
 def factor_of(gradient: bool) -> float:
@@ -45,7 +45,7 @@ def errors(
 ) -> tuple[float, float]:
     """Return the maximum and root mean square error over elements with a finite reference.
 
-    Elements that are NaN count as an infinite error, as does a missing tensor.
+    NaN elements and a missing tensor count as infinite errors.
 
     Args:
         residual: higher-precision reference minus `reference`; None if `reference` is exact enough.
@@ -74,8 +74,8 @@ def _deviation(tensor: Tensor, reference: Tensor, residual: Tensor | None) -> Te
     return error.masked_fill(~reference.isfinite(), 0.0)
 
 
-# Returns the expected error of eager attention, given the error at which the search may stop
-# (`Expected.error`).
+# Function that returns the expected error of eager attention, given the error at which the search
+# may stop (`Expected.error`).
 ExpectedError = Callable[[float], float]
 
 
@@ -105,7 +105,7 @@ def allowed(
     return most, eager_error
 
 
-# ---- one result ---------------------------------------------------------------------------------
+# Check of one result.
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def judge(
     )  # fmt: skip
 
 
-# ---- a call -------------------------------------------------------------------------------------
+# Check of a call.
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def check(
     Returns:
         A verdict with one finding per result.
     """
-    weights: list[Tensor] = []  # gradients of the full results
+    weights: list[Tensor] = []  # gradients with respect to the full results
 
     def run(call: Callable[..., Any], tensors: Iterable[Tensor], dtype: torch.dtype) -> list:
         leaves = [t.detach().to(dtype).requires_grad_(gradients) for t in tensors]

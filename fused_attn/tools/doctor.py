@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
 def machine() -> dict[str, Any]:
     """Return the CPU model, instruction set, torch's number of threads, GPUs and cuDNN version.
 
-    No value is unique to this machine.
+    No value identifies this machine.
     """
     return {
         "cpu": cpu_model(),
@@ -78,7 +78,7 @@ def backends() -> list[dict[str, Any]]:
     ]
 
 
-# ---- the choice of a backend --------------------------------------------------------------------
+# Choice of a backend.
 
 
 def calls() -> list[dict[str, str]]:
@@ -98,7 +98,7 @@ def calls() -> list[dict[str, str]]:
 
 
 def refusals() -> list[dict[str, Any]]:
-    """Return what each opt-in backend that can run here rejects in bfloat16, norms excepted.
+    """Return the attention calls in bfloat16 that each available opt-in backend rejects.
 
     Each entry has the keys "backend", "device", "reason" and "calls", the kinds of calls that it
     rejects for that reason.
@@ -124,7 +124,7 @@ def _device_types() -> list[str]:
 
 
 def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]]:
-    """Return the kinds of calls, each with a problem of this kind."""
+    """Return the kinds of calls, each with an example problem."""
     attention = AttentionProblem(device, dtype, 64, 64, seqlen_q=1024, seqlen_k=1024)
     norm = NormProblem(device, dtype, 1024)
     large = device.type != "cpu"
@@ -152,7 +152,7 @@ def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]
     ]
 
 
-# ---- self-check ---------------------------------------------------------------------------------
+# Self-check.
 
 # Sizes span several tiles and are not multiples of a tile. The first queries are fully masked where
 # the mask is aligned with the last key.
@@ -193,7 +193,7 @@ def _checked(case: AttentionCheck | NormCheck, backend: str) -> dict[str, Any]:
 
     Returns:
         The case, and the result that is closest to its limit or exceeds it most ("worst"), with its
-        error and its limit; or the "problem" for which the backend did not compute the case.
+        error and its limit; or the "problem" that kept the backend from computing the case.
     """
     on_cpu = AttentionProblem(torch.device("cpu"), getattr(torch, case.dtype), 1, 1)
     device = "cuda" if get_backend(backend).unsupported(on_cpu) else "cpu"

@@ -1,4 +1,4 @@
-"""Worker processes, so that a crash or an illegal memory access on a GPU costs only one step."""
+"""Worker processes, so that a crash or an illegal memory access on a GPU fails only one step."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ def plan(quick: bool, graphs: bool) -> Plan:
     return Plan(list(checks(dtypes, widths, graphs)), classes, 5 if quick else 10)
 
 
-# ---- checks -------------------------------------------------------------------------------------
+# Checks.
 
 # SHAPE spans several tiles, with sizes that no tile size divides, and query heads share KV heads.
-# It has many rows, because the contract uses the largest error of eager attention, which depends on
-# chance if there are few.
+# It has many rows, because the contract uses the largest error of eager attention, which varies by
+# chance if there are few rows.
 SHAPE = "4,4/2,101,149,40"
 # At these sizes, every kind of mask has skipped and partial tiles in SHAPE.
 _SIZES = {"window": 37, "documents": 40, "ragged_documents": 40, "blocks": 64, "ragged_blocks": 64}
@@ -69,8 +69,8 @@ _COMBINED = (
     "causal+padding", "window:37+alibi", "documents:40+causal_bottom_right", "prefix+padding",
     "random+padding",
 )  # fmt: skip
-# A single position; more queries than keys, so that the first are fully masked; one KV head;
-# head_dim 1.
+# Edge cases: a single position; more queries than keys, so that the first queries are fully masked;
+# one KV head; head_dim 1.
 _ODD = (
     ("1,1,1,1,8", "none"), ("4,2,129,40,64", "causal_bottom_right"), ("4,6/1,33,300,80", "causal"),
     ("8,2/1,17,257,1", "padding"),
@@ -157,10 +157,10 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
         )
 
 
-# ---- classes ------------------------------------------------------------------------------------
+# Problem classes.
 
-# Options of the smaller and the larger probe of each class. The masks skip few tiles, because torch
-# computes all tiles regardless of the mask while the kernels skip some.
+# Options of the smaller and the larger probe of each class. The kernels skip few tiles with these
+# masks. With more skipped tiles, speedups would be larger, because torch computes all tiles.
 _OPTIONS: tuple[tuple[Options, Options], ...] = (
     ({}, {}),
     ({"mask": "causal"},) * 2,
@@ -178,7 +178,7 @@ _NORMS: tuple[Options, ...] = ({}, {"residual": True}, {"dropout_p": 0.1})
 
 
 def by_class(probes: Iterable[Check]) -> dict[ProblemClass, list[Check]]:
-    """Return the probes of each class; the last option of a probe determines its class."""
+    """Return the probes of each class; a probe belongs to the last of its `classes()`."""
     classes: dict[ProblemClass, list[Check]] = {}
     for probe in probes:
         classes.setdefault(probe.classes()[-1], []).append(probe)

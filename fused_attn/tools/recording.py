@@ -1,7 +1,7 @@
 """Runs of a model that record its outputs, layer outputs and gradients for `compare`.
 
-Forward methods are wrapped, not hooked. With hooks on its norms, a layer would not use the fused
-residual addition, which is to be measured.
+Forward methods are wrapped instead of hooked, because a layer with hooks on its norms would not use
+the fused residual addition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recorder:
         watched: names of the modules whose outputs and input gradients are recorded; "" is the
             model.
         backward: also run the backward, from a fixed random projection of all float outputs.
-        dtype: dtype in which the projection must be exact.
+        dtype: dtype to which the projection is rounded, so that it is equal in all runs.
         advance: callback that is called after each forward and each backward.
     """
 

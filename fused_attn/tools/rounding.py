@@ -59,8 +59,8 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.addmv: (1, 2), aten.convolution: (0, 1),
 }  # fmt: skip
 _SUMS = frozenset({aten.sum, aten.mean, aten.cumsum, prims.sum})
-# Operations whose results are constants or elements of the arguments, and hence exact. Values in
-# float64 do not reveal that. Equal constants must stay equal.
+# Operations whose results are constants or elements of the arguments, and hence exact. The float64
+# results do not show this. Equal constants must stay equal.
 _MOVES = frozenset({
     aten._to_copy, aten.clone, aten.copy, aten.contiguous, aten.cat, aten.stack, aten.where,
     aten.masked_fill, aten.index, aten.index_select, aten.index_put, aten.gather, aten.embedding,
@@ -125,8 +125,8 @@ class RandomRounding(TorchDispatchMode):
     rounding errors of this machine.
 
     Args:
-        seed: seed of the errors. Each seed simulates another machine. None adds no errors, which
-            serves to record decisions.
+        seed: seed of the errors. Each seed simulates another machine. None adds no errors, in order
+            to record decisions.
         decisions: decisions that the run records or repeats.
     """
 
@@ -251,7 +251,7 @@ def _aliases(func: Any) -> bool:
     return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
 
-# ---- the expected error -------------------------------------------------------------------------
+# Expected error.
 
 
 class Expected:

@@ -80,7 +80,7 @@ def _from_function(module: str, name: str) -> Source:
     return Source(model, tuple(args), dict(kwargs))
 
 
-# ---- Hugging Face -------------------------------------------------------------------------------
+# Hugging Face models.
 
 
 def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:

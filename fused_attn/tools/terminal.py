@@ -1,4 +1,4 @@
-"""Plain-text tables and a progress line; on a terminal, wrong rows are red."""
+"""Plain-text tables and a progress line; on a terminal, rows with errors are red."""
 
 from __future__ import annotations
 

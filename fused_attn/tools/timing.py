@@ -70,7 +70,7 @@ def row_seconds(call: Call) -> float:
 def timed(
     call: Callable[..., Any], operands: Sequence[Tensor], passes: str, results: Any = None
 ) -> Call:
-    """Return a callable that runs passes of call(*operands), and that ran once as a warm-up.
+    """Return a callable that runs passes of call(*operands), after one warm-up run.
 
     Args:
         passes: "forward", "backward" (of one forward, which ran before) or "both".

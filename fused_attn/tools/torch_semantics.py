@@ -1,7 +1,7 @@
-"""Checks that apply to a backend, above all to one that wraps torch's kernels.
+"""Adaptation of checks to backends, mainly to those that wrap torch's kernels.
 
-Such a backend (`Backend.wraps_torch`) has torch's semantics for dropout and NaN, and
-torch does not specify its accuracy.
+Such a backend (`Backend.wraps_torch`) has torch's semantics for dropout and NaN, and torch
+specifies no accuracy.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fused_attn.tools.cases import Shape
 from fused_attn.tools.checks import AttentionCheck, Check
 from fused_attn.tools.contract import Finding
 
-# Factor by which errors of torch's kernels may exceed the contract's limit. On CPUs they reach 1.0
-# times it. On GPUs they round the weights to 16 bits before the division by their sum, and some
-# multiply float32 as three products of TF32; on an H200 all checks are within this factor.
+# Factor by which errors of torch's kernels may exceed the contract's limit. On CPUs, errors reach
+# 1.0 times the limit. On GPUs, kernels round the weights to 16 bits before dividing by their sum,
+# and some compute float32 as three products of TF32. All checks on an H200 are within this factor.
 TORCH_FACTOR = 4.0
 
 
@@ -45,7 +45,7 @@ def exception(backend: str, check: Check, on_gpu: bool) -> str:
 
 
 def adapted(backend: str, check: Check) -> Check:
-    """Return a check without lse if it has gradients, because torch's lse has none."""
+    """Return a check without lse if it has gradients: torch's lse is not differentiable."""
     if not get_backend(backend).wraps_torch or not isinstance(check, AttentionCheck):
         return check
     return replace(check, result="out") if check.result == "lse" and check.gradients else check

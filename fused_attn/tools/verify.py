@@ -31,7 +31,7 @@ from fused_attn.tools.torch_semantics import adapted, exception, loosened
 MIN_SPEEDUP = 1.05
 # Compiling a kernel for a GPU takes up to two minutes (FlexAttention).
 STEP_SECONDS = 300.0
-MAX_LOST = 3  # processes in a row whose first step failed, after which the GPU is no longer used
+MAX_LOST = 3  # successive processes whose first step failed, after which the GPU is no longer used
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Report:
     Attributes:
         identity: identity of the machine and the kernels, see `verdicts.identity`.
         trials: outcomes of all checks that ran.
-        judged: verdict on each problem class, by its own checks.
+        judged: verdict on each problem class, from the checks of this class alone.
         path: file in which the verdict is stored; None if it is not stored.
         not_stored: why it could not be stored; empty otherwise.
     """
@@ -210,7 +210,7 @@ def against(backend: str) -> list[str]:
     reasons = own.unavailable()
     if device.type == "cuda" and not torch.cuda.is_available():
         reasons = reasons or ["requires a GPU, but torch finds none"]
-    # Engines support 16-bit types only.
+    # Some backends support only 16-bit types.
     dtypes = torch.float32, torch.bfloat16
     against = [own.unsupported(AttentionProblem(device, dtype, 64, 64)) for dtype in dtypes]
     return reasons or (against[0] if all(against) else [])
@@ -258,7 +258,7 @@ Run = Callable[..., Trial]
 def _runner(report: Report) -> Iterator[Run]:
     """Yield a function that runs a step for a check: run(step, check, *args).
 
-    Steps for the CPU run in this process. All others run in a worker process, and a step that ends
+    Steps for the CPU run in this process. All others run in a worker process, and a step that kills
     it fails. If no process can use the GPU any more, the remaining steps fail without being run.
     """
     backend, device = report.backend, report.device
@@ -340,7 +340,7 @@ def _alive(device: torch.device) -> bool:
     return True
 
 
-# ---- times --------------------------------------------------------------------------------------
+# Timing.
 
 
 def _judged(probes: Sequence[Check], rounds: int, report: Report, run: Run) -> ClassVerdict:

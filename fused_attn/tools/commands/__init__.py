@@ -1,1 +1,1 @@
-"""Commands of `fused-attn`: each module declares its arguments and runs."""
+"""Commands of `fused-attn`; each module declares the arguments of a command and runs it."""

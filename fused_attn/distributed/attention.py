@@ -130,8 +130,8 @@ def all_to_all_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute scaled_dot_product_attention over a sequence that is distributed over ranks.
 
-    As ring_attention, but each rank computes some of the heads for all positions: it exchanges its
-    rows of all heads for all rows of its heads before attention, and back after it.
+    Unlike in ring_attention, each rank computes some of the heads for all positions. It exchanges
+    its rows of all heads for all rows of these heads before attention, and back after it.
 
     Args:
         query: as in ring_attention. num_heads must be at least the number of ranks. If fewer KV

@@ -51,10 +51,10 @@ def balanced(
     the least work, preferably one that already has the keys. If the largest work exceeds the mean
     by more than 5 % in all shardings, the most balanced one is returned.
 
-    Ranks have equal numbers of rows up to one chunk, as runs in ascending order. Runs begin at
-    multiples of 8 if the length permits it, as dropout prefers. The result depends only on the
-    arguments, so all ranks can compute it without communication. It takes O(length) operations, and
-    0.5 s for 2^20 positions and 512 ranks (one core of a Zen 5 CPU).
+    Numbers of rows per rank differ by at most one chunk. Runs are in ascending order, and begin at
+    multiples of 8 if the length permits it, so that dropout needs no padding. The result depends
+    only on the arguments, so all ranks can compute it without communication. This takes O(length)
+    operations, and 0.5 s for 2^20 positions and 512 ranks (one core of a Zen 5 CPU).
 
     Args:
         attn_mask: mask of the complete sequence, as in ring_attention; queries and keys have the
@@ -167,9 +167,6 @@ def _chunk_size(length: int, ranks: int, chunks: int) -> int:
     """Return the number of positions per chunk, a multiple of DECISIONS if possible."""
     size = max(length // (ranks * chunks), 1)
     return size // DECISIONS * DECISIONS if size >= DECISIONS else size
-
-
-# Assignment of chunks to ranks.
 
 
 def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:

@@ -146,9 +146,6 @@ def replicated(tensor: Any) -> Any:
     return _waited(tensor.full_tensor()) if is_dtensor(tensor) else tensor
 
 
-# Attention.
-
-
 def attention(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -279,9 +276,6 @@ def _of_all_heads(weights: Tensor, sharding: TensorSharding, average: bool) -> A
     return sharding.from_local(weights / parts, means)
 
 
-# Norms.
-
-
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
     """Compute a norm call with a DTensor as `dispatch.norm` does."""
     shape = call.input.shape
@@ -330,9 +324,6 @@ def _norm_offsets(sharding: TensorSharding, device: torch.device) -> Tensor | No
         first = first[..., None] * leading[dim] + own
     first = first * leading[last] + sharding.part(last).start
     return first.flatten() * math.prod(leading[last + 1 :])
-
-
-# Placements and checks.
 
 
 def _kept(tensor: Any, dims: Sequence[int]) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ class Transfer:
     works: list[Any]
 
     def wait(self) -> Tensor:
-        """Wait for all messages and return what was received.
+        """Wait for all messages and return the received tensor.
 
         Raises:
             RuntimeError: a rank failed, or the timeout of the process group elapsed.

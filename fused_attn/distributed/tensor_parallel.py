@@ -212,7 +212,7 @@ def _gather_inputs(
     mesh: DeviceMesh, layout: Placement, module: Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Replace query, key and value by replicated DTensors (forward pre-hook)."""
-    gathered: dict[int, Tensor] = {}  # one object per tensor, as in self-attention
+    gathered: dict[int, Tensor] = {}  # one result per tensor, as for self-attention
 
     def gather(x: Tensor) -> Tensor:
         if id(x) not in gathered:

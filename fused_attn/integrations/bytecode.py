@@ -91,7 +91,7 @@ def loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
 def _attribute(module: Module, name: str, reader: FunctionType) -> Any:
     """Return an attribute of a module without running properties; None if there is none.
 
-    If `reader` is a method that loads its name, as in super().forward, return the overridden one.
+    If `reader` loads the name of a method that it overrides, as in super().forward, return that.
     """
     for attributes in (module._modules, vars(module)):
         if name in attributes:

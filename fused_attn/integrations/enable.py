@@ -47,7 +47,7 @@ _TRACED = frozenset({FakeTensor, FunctionalTensor})  # tensors in traces of torc
 _TAG = "+fused_attn"
 
 _lock = threading.Lock()
-_library: Library | None = None  # our kernels, registered while there are counts
+_library: Library | None = None  # our kernels, registered while _counts is not empty
 _counts: list[CallCounts] = []  # one for `enable()`, one for each open `enabled()` block
 _enabled_counts: CallCounts | None = None
 
@@ -253,7 +253,7 @@ def _attention(
 def _kernels_for(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that disables cuDNN kernels with a defect unless the caller chose kernels."""
+    """Return a context that disables defective cuDNN kernels, unless the caller chose kernels."""
     plain = query.is_cuda and query.dim() == 4 and type(query) in TENSOR_TYPES | _TRACED
     flags = torch.backends.cuda
     if plain and flags.flash_sdp_enabled() and flags.math_sdp_enabled():

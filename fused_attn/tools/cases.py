@@ -140,9 +140,6 @@ class Shape:
         return part
 
 
-# Masks.
-
-
 def sequence_lengths(batch: int, longest: int) -> Tensor:
     """Return `batch` lengths, evenly spaced from a quarter of `longest` to `longest`."""
     return (longest * torch.linspace(0.25, 1.0, batch)).ceil().long()
@@ -241,12 +238,9 @@ def make_mask(text: str, shape: Shape, device: torch.device | str = "cpu") -> Ma
 
 
 def combined(*parts: Mask | None) -> Mask | None:
-    """Return the conjunction of masks. None masks nothing, and is returned if all are None."""
+    """Return the conjunction of masks; None stands for no mask."""
     given = [part for part in parts if part is not None]
     return functools.reduce(operator.and_, given) if given else None
-
-
-# Masks as tensors.
 
 
 def tensors_of(
@@ -284,9 +278,6 @@ def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
         None if visible is None else masks.dense(visible),
         None if bias is None else masks.bias(bias),
     )
-
-
-# Packed sequences.
 
 
 def packed_rows(tensor: Tensor) -> Tensor:

@@ -372,9 +372,6 @@ class NormCheck(Check):
         return sizes
 
 
-# Helpers.
-
-
 def attend(
     query: Tensor,
     key: Tensor,

@@ -252,8 +252,6 @@ def _eager_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# Requirements on eager attention.
-
 # Allowed difference between two runs, in units of eps times the largest element. On a CPU only the
 # alignment of tensors can change the summation order; on a GPU it changes from run to run.
 REPEAT_ROUNDINGS = {"cpu": 2, "gpu": 16}
@@ -310,9 +308,6 @@ def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None
                 f"output: {size:.2e}): if the model draws random numbers or chooses between "
                 "nearly equal values, compare a part of it"
             )
-
-
-# Errors.
 
 
 def _report(

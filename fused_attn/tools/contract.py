@@ -26,9 +26,6 @@ GRAD_FACTOR = 3.0
 PEER_FACTOR = 10.0  # a peer with more than 10 times eager's error computes another problem
 
 
-# Errors and their limits.
-
-
 def factor_of(gradient: bool) -> float:
     """Return the factor by which an error may exceed eager's; gradients have a larger factor."""
     return GRAD_FACTOR if gradient else OUTPUT_FACTOR
@@ -105,9 +102,6 @@ def allowed(
     return most, eager_error
 
 
-# Check of one result.
-
-
 @dataclass(frozen=True)
 class Finding:
     """Largest error of an output or a gradient, and the error that the contract allows.
@@ -170,9 +164,6 @@ def judge(
         f" at {at} (got {got[at].item():.8g}, truth {truth[at].item():.8g}); allowed "
         f"{most:.3e} = {factor:g} x {by:.3e} ({whose}) + a rounding",
     )  # fmt: skip
-
-
-# Check of a call.
 
 
 @dataclass(frozen=True)

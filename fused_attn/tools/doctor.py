@@ -78,9 +78,6 @@ def backends() -> list[dict[str, Any]]:
     ]
 
 
-# Choice of a backend.
-
-
 def calls() -> list[dict[str, str]]:
     """Return the selected backend for each kind of call and each device type of this machine.
 
@@ -151,8 +148,6 @@ def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]
         ("norm of a sum, dropout", replace(norm, residual=True, dropout=True)),
     ]
 
-
-# Self-check.
 
 # Sizes span several tiles and are not multiples of a tile. The first queries are fully masked where
 # the mask is aligned with the last key.

@@ -57,8 +57,6 @@ def plan(quick: bool, graphs: bool) -> Plan:
     return Plan(list(checks(dtypes, widths, graphs)), classes, 5 if quick else 10)
 
 
-# Checks.
-
 # SHAPE spans several tiles, with sizes that no tile size divides, and query heads share KV heads.
 # It has many rows, because the contract uses the largest error of eager attention, which varies by
 # chance if there are few rows.
@@ -156,8 +154,6 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
             rows=700, columns=768, rms=rms, residual=True, dropout_p=dropout_p, **common
         )
 
-
-# Problem classes.
 
 # Options of the smaller and the larger probe of each class. The kernels skip few tiles with these
 # masks. With more skipped tiles, speedups would be larger, because torch computes all tiles.

@@ -251,9 +251,6 @@ def _aliases(func: Any) -> bool:
     return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
 
-# Expected error.
-
-
 class Expected:
     """Largest expected errors of eager attention by result, computed on first use.
 
@@ -292,7 +289,7 @@ class Expected:
     def error(self, name: Any, needed: float = math.inf) -> float:
         """Return the largest error over the runs.
 
-        Runs are added until the error reaches `needed`, is too far below it, or `most` is reached.
+        Runs are added until the error reaches `needed` or is too far below it, up to `most` runs.
         """
         while self.runs < self._most:
             largest = self._largest.get(name, 0.0)

@@ -80,9 +80,6 @@ def _from_function(module: str, name: str) -> Source:
     return Source(model, tuple(args), dict(kwargs))
 
 
-# Hugging Face models.
-
-
 def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
     if not (folder / "config.json").is_file():
         raise ValueError(f"SOURCE must contain config.json, got the folder {str(folder)!r}")

@@ -186,12 +186,12 @@ _LOOKS = {
 
 
 def candidates() -> list[str]:
-    """Return the backends that are the default only where verified, in order of preference."""
+    """Return the backends that are the default only for verified classes, in preferred order."""
     return [name for name in BACKENDS if name in verdicts.KERNELS]
 
 
 def device_of(backend: str) -> torch.device:
-    """Return the current GPU, or the CPU if the backend runs only there, or there is no GPU."""
+    """Return the CPU if the backend runs on it but not on a GPU of this machine, else the GPU."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     cpu, gpu = torch.device("cpu"), torch.device("cuda", index)
     own = get_backend(backend)
@@ -338,9 +338,6 @@ def _alive(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-# Timing.
 
 
 def _judged(probes: Sequence[Check], rounds: int, report: Report, run: Run) -> ClassVerdict:

@@ -50,7 +50,7 @@ def flash_attn_varlen_func(
             copied. flash-attn 4 calls it page_table.
         seqused_q, seqused_k: (batch,) integers; numbers of rows of each sequence that are used.
             Others are ignored, and are 0 in the result. The rows in use are copied.
-        keywords: as in flash_attn_func, as are all other arguments.
+        keywords: as in flash_attn_func; the same holds for all other arguments.
 
     Returns:
         out, (total_q, num_heads, head_dim_v). With return_attn_probs, also lse, (num_heads,

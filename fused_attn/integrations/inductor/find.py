@@ -94,8 +94,6 @@ class Search:
         )  # fmt: skip
         return Attention(output, arguments, [product, *self.chain, output])
 
-    # Search from the softmax back to query @ key^T.
-
     def _trace_scores(self, node: Any, reader: Node) -> None:
         """Add the steps from query @ key^T to the value of `node` that `reader` reads."""
         writers = _writers(node, reader)
@@ -233,8 +231,6 @@ class Search:
             return False
         return True
 
-    # Search from the softmax forward to weights @ value.
-
     def _trace_weights(self) -> Node:
         node = self.softmax
         while True:
@@ -303,8 +299,6 @@ class Search:
             raise NotFusedError(
                 "nan_to_num is applied to the weights, but masked scores are not -inf"
             )
-
-    # Requirements of the fused function.
 
     def _check(self, product: Node, output: Node) -> None:
         tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]

@@ -55,13 +55,13 @@ class PackedEncoder(Module):
     """
 
     source: ClassVar[type[Module]]
-    further_arguments: ClassVar[tuple[str, ...]]  # names, after the first two of forward
+    further_arguments: ClassVar[tuple[str, ...]]  # argument names of forward after the first two
     zeroes_padding = True
 
     def is_exact(self) -> bool:
         """Return True if a small packed batch and its padded original have the same results.
 
-        After an error, or if a module cannot be packed, return False: the encoder is not changed.
+        Return False after an error, and if a module cannot be packed.
         """
         if not all(_is_tokenwise(module, self) for module in self.modules()):
             return False  # before running, because hooks would receive the sample
@@ -211,9 +211,6 @@ class PackedModel(PackedEncoder):
         return {"input_ids": tokens.to(real.device), "attention_mask": real.long()}
 
 
-# Selection of encoders.
-
-
 def packing_class(module: Module) -> type[PackedEncoder] | None:
     """Return the packing subclass of an encoder's class; None if the class is not supported."""
     base = _base(cast(Any, type(module)))
@@ -302,9 +299,6 @@ def _agree(padded: Any, packed: Any, real: Tensor) -> bool:
         if not (given - expected).abs().max() <= tolerance * expected.abs().max():
             return False
     return True
-
-
-# Selection of batches.
 
 
 def _is_plain(value: Any) -> bool:

@@ -258,7 +258,7 @@ def _structure(function: Callable[..., Any]) -> _Terms | None:
     if code is _CHUNKED:
         return _Terms(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
-        return _Terms(left=names["sliding_window"] - 1)  # transformers counts the query
+        return _Terms(left=names["sliding_window"] - 1)  # it includes the query
     if code is _TWO_SIDED_WINDOW:
         return _Terms(names["sliding_window"], names["sliding_window"])
     return None
@@ -298,7 +298,7 @@ def _counts_tokens(structure: _Terms) -> bool:
     """Return True if the positions, if any, increase by one within each packed sequence."""
     for positions in structure.positions:
         if not plain_eager(positions, *structure.packed) or captured(positions):
-            continue  # unreadable; transformers derives both from the same position_ids
+            continue  # not readable, but transformers derives both from position_ids
         known = find_packed_sequence_indices(positions)
         if known is not None and not any(torch.equal(known, ids) for ids in structure.packed):
             return False
@@ -410,7 +410,7 @@ def _interval(structure: _Terms, shape: Shape, q_offset: int, kv_offset: int) ->
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return where the block of each token begins and ends, two (batch, tokens) tensors.
+    """Return the begin and the end of each token's block, as two (batch, tokens) tensors.
 
     The end is 0 for tokens outside of all blocks. Return None if a block is not contiguous.
     """

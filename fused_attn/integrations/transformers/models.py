@@ -202,9 +202,6 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-# Inspection of a model's code.
-
-
 def _attends(module: Any) -> bool:
     """Return True if a module or a descendant calls the interface, ignoring unsupported models."""
     kind: Any = type(module)

@@ -134,8 +134,8 @@ def all_to_all_attention(
     its rows of all heads for all rows of these heads before attention, and back after it.
 
     Args:
-        query: as in ring_attention. num_heads must be at least the number of ranks. If fewer KV
-            heads than ranks exist, they are sent to several ranks.
+        query: as in ring_attention. num_heads must be at least the number of ranks. If there are
+            fewer KV heads than ranks, each KV head is sent to several ranks.
         mesh: as in ring_attention, but a one-dimensional mesh uses this function.
 
     The other arguments, results and errors are those of ring_attention.

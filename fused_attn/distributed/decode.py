@@ -178,7 +178,7 @@ def own_part(call: AttentionCall, pieces: Sequence[Piece], prefix: bool) -> Merg
     Args:
         call: the call of all positions, with the cache of this rank.
         pieces: the positions of this rank's cache.
-        prefix: True if the mask has prefixes.
+        prefix: True if the mask may have prefixes.
     """
     rows = range(call.query.shape[2])
     queries, merged = Piece(rows, rows, None), MergedOutputs(call.query, call.value)

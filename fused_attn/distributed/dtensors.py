@@ -63,7 +63,7 @@ class TensorSharding:
         start, stop = 0, self.shape[dim]
         for mesh_dim, placement in enumerate(self.placements):
             if placement.is_shard(dim):
-                length = -(-(stop - start) // self.mesh.size(mesh_dim))  # as torch.chunk
+                length = -(-(stop - start) // self.mesh.size(mesh_dim))  # like torch.chunk
                 start = min(start + self.mesh.get_local_rank(mesh_dim) * length, stop)
                 stop = min(start + length, stop)
         return slice(start, stop)

@@ -78,7 +78,7 @@ class Check:
         raise NotImplementedError
 
     def classes(self) -> list[ProblemClass]:
-        """Return the classes of the problem; the last option determines the last class."""
+        """Return the classes of the problem: for the mask or norm, then for each option."""
         return classes_of(self.problem())
 
     def reduced(self) -> Check:

@@ -18,8 +18,8 @@ QUICK_DTYPES, QUICK_WIDTHS = ("bfloat16",), (64, 128)
 TOKENS = 8192  # batch * seqlen of a probe; keeps a GPU busy
 HIDDEN = 2048  # num_heads * head_dim
 CACHED = 8192  # number of keys in probes with few queries
-LONGEST = 4096  # seqlen for the unbounded class, at which eager attention still fits in memory
-MANY_COLUMNS = 32768  # columns for the unbounded class of norms
+LONGEST = 4096  # seqlen of the unbounded class; eager attention still fits in memory
+MANY_COLUMNS = 32768  # columns of the unbounded class of norms
 NORM_ELEMENTS = 1 << 24
 
 

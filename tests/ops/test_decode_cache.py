@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -47,39 +49,41 @@ class Cache:
         position = torch.arange(CAPACITY, device=key.device)
         inside = position < self.lengths[:, None]
         late = inside.logical_not() & (position < self.lengths[:, None] + new)
-        self.before, self.after, self.new = [], [], []
-        for whole in (key, value):
-            first = whole.masked_fill(~inside[:, None, :, None], torch.nan)
-            both = torch.where(late[:, None, :, None], whole, first)
-            batch, heads, _, dim = whole.shape
-            rows = whole.transpose(1, 2)[late].view(batch, new, heads, dim).transpose(1, 2)
-            self.new.append(rows.contiguous() if new else None)
-            self.before.append(self._laid_out(first, layout))
-            self.after.append(self._laid_out(both, layout))
+        self.tensors, self.expected, self.new = [], [], []
+        for full in (key, value):
+            first = full.masked_fill(~inside[:, None, :, None], torch.nan)
+            both = torch.where(late[:, None, :, None], full, first)
+            rows = full.transpose(1, 2)[late].unflatten(0, (-1, new)) if new else None
+            self.new.append(rows.transpose(1, 2).contiguous() if new else None)
+            self.tensors.append(self._laid_out(first, layout))
+            self.expected.append(self._laid_out(both, layout))
 
-    def _laid_out(self, whole, layout):
+    def _laid_out(self, full, layout):
         if layout == "whole":
-            return whole.contiguous()
+            return full.contiguous()
         if layout == "transposed":
-            return whole.transpose(1, 2).contiguous().transpose(1, 2)
-        batch, heads, _, dim = whole.shape
-        pages = whole.unflatten(2, (-1, PAGE)).transpose(1, 2)
-        count = pages.shape[0] * pages.shape[1]
-        order = torch.randperm(count + 2, generator=torch.Generator().manual_seed(0))[:count]
-        order = order.to(whole.device)
-        self.table = order.view(batch, -1).to(torch.int32)
-        shuffled = whole.new_full((count + 2, heads, PAGE, dim), torch.nan)
-        shuffled[order] = pages.flatten(0, 1)
-        unused = torch.arange(self.table.shape[1], device=whole.device) * PAGE
-        self.table[unused >= self.lengths[:, None] + 19] = -(10**6)
+            return full.transpose(1, 2).contiguous().transpose(1, 2)
+        batch, heads, _, dim = full.shape
+        pages = full.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1)
+        order = torch.randperm(len(pages) + 2, generator=torch.Generator().manual_seed(0))
+        order = order[: len(pages)].to(full.device)
+        self.table = order.view(batch, -1).int()
+        shuffled = full.new_full((len(pages) + 2, heads, PAGE, dim), torch.nan)
+        shuffled[order] = pages
+        starts = torch.arange(self.table.shape[1], device=full.device) * PAGE
+        self.table[starts >= self.lengths[:, None] + 19] = -(10**6)  # unused entries
         return shuffled
 
     def attend(self, query, mask, backend, **options):
         key, value = self.new
         return fused_attn.decode_attention(
-            query, *self.before, cache_lengths=self.lengths, key=key, value=value,
+            query, *self.tensors, cache_lengths=self.lengths, key=key, value=value,
             block_table=self.table, attn_mask=mask, return_lse=True, backend=backend, **options,
         )  # fmt: skip
+
+    def assert_updated(self):
+        """Assert that the cache contains the new rows, and that all other rows are unchanged."""
+        torch.testing.assert_close(self.tensors, self.expected, rtol=0, atol=0, equal_nan=True)
 
 
 def cached(lengths, new, layout, mask=None, **options):
@@ -90,23 +94,23 @@ def cached(lengths, new, layout, mask=None, **options):
 
     def of(backend):
         def call(query, key, value):
-            whole = None if mask is None else mask.to(query.device)
+            moved = None if mask is None else mask.to(query.device)
             if backend != "eager":
                 cache = Cache(key, value, lengths, new, layout)
-                results = cache.attend(query, whole, backend, **options)
-                for got, expected in zip(cache.before, cache.after, strict=True):
-                    assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
+                results = cache.attend(query, moved, backend, **options)
+                cache.assert_updated()
                 return results
             ends = torch.tensor(lengths).view(-1, 1, 1, 1) + new
-            own = masks.padding(ends.flatten())
-            own = own if whole is None else whole & own
-            if options.get("is_causal", True):  # not `causal`, whose diagonal depends on the mask
+            visible = masks.padding(ends.flatten())
+            visible = visible if moved is None else moved & visible
+            rest = dict(options)
+            if rest.pop("is_causal", True):  # not `causal`, whose diagonal depends on the mask
                 rows = ends - query.shape[2] + torch.arange(query.shape[2]).view(-1, 1)
-                own = own & masks.dense(torch.arange(key.shape[2]) <= rows)
-            rest = {n: v for n, v in options.items() if n != "is_causal"}
+                visible &= masks.dense(torch.arange(key.shape[2]) <= rows)
             return F.scaled_dot_product_attention(
-                query, key, value, own, enable_gqa=True, return_lse=True, backend="eager", **rest
-            )
+                query, key, value, visible, enable_gqa=True, return_lse=True, backend="eager",
+                **rest,
+            )  # fmt: skip
 
         return call
 
@@ -167,28 +171,25 @@ def test_window_of_caches(backend):
 
 
 @pytest.mark.parametrize("backend", KERNELS_OF_CACHES)
-def test_pages_are_read_where_they_are(backend, monkeypatch):
-    def never(*args):
-        raise AssertionError("pages were copied, or new keys written twice")
-
+def test_kernels_read_pages_in_place(backend, monkeypatch):
+    """Decode kernels append the new rows and read the pages without copies."""
     for name in ("append", "contiguous_rows"):
-        monkeypatch.setattr(decode_step, name, never)
+        monkeypatch.setattr(decode_step, name, mock.Mock(side_effect=AssertionError(name)))
     tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
     query, key, value = (t.to(device_of(backend), torch.bfloat16) for t in tensors.values())
     cache = Cache(key, value, LENGTHS[1], 1, "pages")
-    versions = [t._version for t in cache.before]
+    versions = [t._version for t in cache.tensors]
     cache.attend(query, None, backend)
-    assert [t._version for t in cache.before] == [v + 1 for v in versions]
+    assert [t._version for t in cache.tensors] == [v + 1 for v in versions]
 
 
-def test_the_problem_of_pages_has_all_their_keys(monkeypatch):
-    """Backends are selected by the capacity of the cache, not by the size of a page."""
+def test_backends_are_selected_by_the_capacity_of_the_cache(monkeypatch):
+    """The seqlen_k of a problem is the capacity of the cache, not the size of a page."""
     problems = []
     monkeypatch.setattr(decode_step, "select", lambda problem, _: problems.append(problem))
     monkeypatch.setattr(decode_step, "_attend", lambda *_: (None, None))
+    query, key, value = random_qkv(3, 4, 2, 2, CAPACITY, 64).values()
     for layout in ("whole", "pages"):
-        tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
-        query, key, value = tensors.values()
         Cache(key, value, LENGTHS[1], 1, layout).attend(query, masks.sliding_window(9), None)
     assert [p.seqlen_k for p in problems] == [CAPACITY, CAPACITY]
 
@@ -200,15 +201,13 @@ def test_memory_layouts_of_pages(dtype, spare):
     key, value = (torch.randn(7, 2, 16, 8).to(dtype) for _ in range(2))
     table = torch.tensor([[6, 2, 0], [3, 6, 5]])  # two sequences share a page
     table = torch.cat([table, table.new_full((2, spare), -1)], 1)
-    query, results = torch.randn(2, 4, 1, 8).to(dtype), []
-    for layout in (lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)):
-        step = fused_attn.decode_attention(
-            query, layout(key), layout(value), cache_lengths=[48, 33], block_table=table
-        )
-        results.append(step)
+    query = torch.randn(2, 4, 1, 8).to(dtype)
     rows = [t[table[:, :3]].transpose(1, 2).flatten(2, 3) for t in (key, value)]
-    results.append(fused_attn.decode_attention(query, *rows, cache_lengths=[48, 33]))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    expected = fused_attn.decode_attention(query, *rows, cache_lengths=[48, 33])
+    by_token = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)]
+    for pages in ((key, value), by_token):
+        got = fused_attn.decode_attention(query, *pages, cache_lengths=[48, 33], block_table=table)
+        assert torch.equal(got, expected)
 
 
 def test_too_long_caches_are_refused():
@@ -227,10 +226,9 @@ def test_decoding_step_by_step(backend):
     lengths = torch.zeros(2, dtype=torch.int64, device=key.device)
     mask = masks.sliding_window(30, align="bottom_right")
     for rows in (slice(0, 20), slice(20, 21), slice(21, 22), slice(22, 24)):
-        new = {"key": key[:, :, rows], "value": value[:, :, rows]}
         out = fused_attn.decode_attention(
-            query[:, :, rows], *caches, cache_lengths=lengths, attn_mask=mask, backend=backend,
-            **new,
+            query[:, :, rows], *caches, cache_lengths=lengths, key=key[:, :, rows],
+            value=value[:, :, rows], attn_mask=mask, backend=backend,
         )  # fmt: skip
         torch.testing.assert_close(out, expected[:, :, rows])
         lengths += out.shape[2]
@@ -249,16 +247,14 @@ def test_small_steps(given, new, is_causal, layout, dtype):
         def call(query, key, value):
             cache = Cache(key, value, given, new, layout)
             lengths = cache.lengths.tolist() if new == 1 else cache.lengths
-            added, values = cache.new
-            versions = [t._version for t in cache.before]
+            versions = [t._version for t in cache.tensors]
             out = fused_attn.decode_attention(
-                query, *cache.before, cache_lengths=lengths, key=added, value=values,
+                query, *cache.tensors, cache_lengths=lengths, key=cache.new[0], value=cache.new[1],
                 is_causal=is_causal, scale=0.3, backend=None if backend == "cpp" else backend,
             )  # fmt: skip
-            for before, after in zip(cache.before, cache.after, strict=True):
-                torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
+            cache.assert_updated()
             if new > 0:
-                assert all(t._version > v for t, v in zip(cache.before, versions, strict=True))
+                assert all(t._version > v for t, v in zip(cache.tensors, versions, strict=True))
             return (out,)
 
         return call
@@ -289,8 +285,7 @@ def test_compiled_caches():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = [f(c, tensors["query"]) for f, c in zip((step, compiled), caches, strict=True)]
     torch.testing.assert_close(*results)
-    for got, expected in zip(caches[1].before, caches[1].after, strict=True):
-        assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
+    caches[1].assert_updated()
 
 
 def _arguments(**changes):
@@ -338,10 +333,11 @@ class Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Subclass])
 def test_pages_are_checked_with_every_mask(kind):
-    """An invalid page is an error, and nothing is written, whatever the type of the mask."""
-    mask = torch.zeros(3, 80).as_subclass(kind)
-    arguments = _arguments(block_table=torch.tensor([[0, 1], [1, -1]]), attn_mask=mask)
-    arguments |= {"cache_lengths": [5, 40], "key": torch.ones(2, 2, 3, 8)}
+    """An invalid page raises an error before anything is written, with a mask of any type."""
+    arguments = _arguments(
+        block_table=torch.tensor([[0, 1], [1, -1]]), attn_mask=torch.zeros(3, 80).as_subclass(kind),
+        cache_lengths=[5, 40], key=torch.ones(2, 2, 3, 8),
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"page indices in \[0, 2\) .* got -1"):
         fused_attn.decode_attention(**arguments)
     assert not arguments["key_cache"].any()
@@ -367,25 +363,21 @@ def test_new_rows_may_be_a_view_of_the_cache(lengths, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("seqlen_new", [0, 1])
 def test_values_are_checked_within_modes(lengths, table, seqlen_new, device):
-    """torch.set_default_device sets a mode, which does not intercept what the host reads."""
+    """Lengths and page indices are checked under the mode that torch.set_default_device sets."""
     table = None if table is None else torch.tensor(table)
-    lengths, query, caches = (
-        torch.tensor(lengths),
-        torch.randn(2, 2, 1, 8),
-        torch.zeros(2, 2, 2, 20, 8),
-    )
+    query, caches = torch.randn(2, 2, 1, 8), torch.zeros(2, 2, 2, 20, 8)
     new = dict.fromkeys(("key", "value"), torch.ones(2, 2, 1, 8)) if seqlen_new else {}
+    call = functools.partial(fused_attn.decode_attention, query, *caches, **new)
+    lengths = torch.tensor(lengths)
     with pytest.raises(ValueError, match=r"must be in|page indices in"), torch.device(device):
-        fused_attn.decode_attention(query, *caches, cache_lengths=lengths, block_table=table, **new)
+        call(cache_lengths=lengths, block_table=table)
     assert not caches.any()
-    valid = {"cache_lengths": [3, 5], "block_table": table if table is None else table.clamp(0, 1)}
     with torch.device(device):
-        out = fused_attn.decode_attention(query, *caches, **valid, **new)
+        out = call(cache_lengths=[3, 5], block_table=None if table is None else table.clamp(0, 1))
     assert out.shape == query.shape and caches.any() == bool(seqlen_new)
 
 
-def test_caches_that_torch_does_not_write_to():
-    """torch's error for inference tensors outside of inference mode."""
+def test_caches_made_in_inference_mode_cannot_be_written_outside_of_it():
     query, new = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 3, 8)
     with torch.inference_mode():
         caches = torch.zeros(2, 1, 1, 40, 8).unbind()
@@ -395,20 +387,19 @@ def test_caches_that_torch_does_not_write_to():
 
 @pytest.mark.parametrize("layout", ["whole", "transposed"])
 def test_rows_appended_by_torch_and_by_the_module(layout, monkeypatch):
-    """torch appends long prompts, with the same results."""
+    """Results are bitwise equal if torch, which appends long prompts, appends short ones too."""
     tensors, results = random_qkv(3, 4, 2, 19, CAPACITY, 8), []
     for limit in (cpp._MAX_APPENDED, -1):
         monkeypatch.setattr(cpp, "_MAX_APPENDED", limit)
         cache = Cache(tensors["key"], tensors["value"], LENGTHS[19], 19, layout)
         results.append(cache.attend(tensors["query"], None, "cpp"))
-        for got, expected in zip(cache.before, cache.after, strict=True):
-            assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        cache.assert_updated()
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("attn_mask", [None, torch.zeros(3, 40)], ids=["plain", "masked"])
-def test_calls_that_other_code_intercepts(attn_mask):
-    """Decoding steps are not counted by stats(), and raise under a handler of distributed calls."""
+def test_stats_and_handlers_of_distributed_calls(attn_mask):
+    """stats() does not count decoding steps, and a handler of distributed calls refuses them."""
     arguments = _arguments(attn_mask=attn_mask)
     with fused_attn.stats() as counts:
         fused_attn.decode_attention(**arguments)
@@ -436,15 +427,12 @@ def test_types_of_caches(changes):
 def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
     """NaN in cache rows after the end of a sequence has no effect."""
     lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
-    caches = [torch.full((2, 4, 16, head_dim), float("nan")) for _ in "kv"]
-    for cache in caches:
-        for b, length in enumerate(lengths):
-            cache[b, :, :length] = torch.randn(4, length, head_dim)
-    new = [torch.randn(2, 4, 1, head_dim) for _ in "kv"]
-    out = fused_attn.decode_attention(
-        query, *caches, cache_lengths=lengths, key=new[0], value=new[1]
-    )
+    caches = torch.full((2, 2, 4, 16, head_dim), torch.nan)
     for b, length in enumerate(lengths):
-        keys, values = (cache[b : b + 1, :, : length + 1] for cache in caches)
-        want = F.scaled_dot_product_attention(query[b : b + 1], keys, values, backend="eager")
+        caches[:, b, :, :length] = torch.randn(2, 4, length, head_dim)
+    key, value = torch.randn(2, 2, 4, 1, head_dim)
+    out = fused_attn.decode_attention(query, *caches, cache_lengths=lengths, key=key, value=value)
+    for b, length in enumerate(lengths):
+        filled = caches[:, b : b + 1, :, : length + 1]
+        want = F.scaled_dot_product_attention(query[b : b + 1], *filled, backend="eager")
         torch.testing.assert_close(out[b : b + 1], want, rtol=1e-5, atol=1e-5)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from helpers import BACKENDS, device_of, random_qkv
 from mask_cases import MASKS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_attn
@@ -24,54 +30,44 @@ from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import library
 
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
+OPTIONS = [
+    {},
+    {"mask": "ragged", "dropout_p": 0.2},
+    {"mask": "dense", "bias": True},
+    {"mask": "documents", "softcap": 2.0},
+    {"mask": "alibi"},
+    {"mask": "causal", "for_backward": False},
+]
 
 
 def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
-    there = device_of(backend)
-    query, key, value = (t.to(there) for t in random_qkv(*SHAPE, 16, 24).values())
-    whole = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:]).to(there)
+    device = device_of(backend)
+    query, key, value = (t.to(device) for t in random_qkv(*SHAPE, 16, 24).values())
+    mask = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:]).to(device)
     if bias:
-        own = masks.bias(torch.randn(4, *SHAPE[3:], device=there))
-        whole = own if whole is None else whole & own
-    spec = mask_spec.spec_of_mask(whole, 2, 4, *SHAPE[3:], query.device)
-    seed = philox.new_seed(there) if dropout_p else None
+        mask &= masks.bias(torch.randn(4, *SHAPE[3:], device=device))
+    spec = mask_spec.spec_of_mask(mask, 2, 4, *SHAPE[3:], query.device)
+    seed = philox.new_seed(device) if dropout_p else None
     return AttentionCall(query, key, value, spec, AttentionOptions(0.25, softcap, dropout_p, seed))
 
 
-@pytest.mark.thinned(
-    "ops do not depend on the mask",
-    options=[
-        {"mask": "ragged", "dropout_p": 0.2},
-        {"mask": "documents", "softcap": 2.0},
-        {"mask": "alibi"},
-    ],
-)
+@pytest.mark.thinned("ops do not depend on the mask", options=[OPTIONS[1], OPTIONS[3], OPTIONS[4]])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mask": "ragged", "dropout_p": 0.2},
-        {"mask": "dense", "bias": True},
-        {"mask": "documents", "softcap": 2.0},
-        {"mask": "alibi"},
-        {"mask": "causal", "for_backward": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_opcheck_attention(options, backend):
+    options = dict(options)
     for_backward = options.pop("for_backward", True)
     call, attention = call_of(backend, **options), torch.ops.fused_attn
     for want_lse in (False, True):
-        options = (for_backward, want_lse, backend)
-        torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), *options))
+        rest = (for_backward, want_lse, backend)
+        torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), *rest))
     if not for_backward:
         return
     outputs = library.attention_fwd(call, get_backend(backend), True, True)
-    out, lse, *_ = outputs
     needs_bias = call.mask.bias is not None
-    for grad_lse in (None, torch.randn_like(lse)):
-        rest = (*outputs.without_none(), torch.randn_like(out), grad_lse, needs_bias, backend)
+    for grad_lse in (None, torch.randn_like(outputs.lse)):
+        grads = (torch.randn_like(outputs.out), grad_lse)
+        rest = (*outputs.without_none(), *grads, needs_bias, backend)
         torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
 
 
@@ -123,25 +119,27 @@ def test_compile_with_gradients(compiler, dynamic):
     torch.testing.assert_close(*results)
 
 
-def test_compile_notices_use_backend():
-    """Compiled functions are recompiled if use_backend changes the backend."""
-    compiled = torch.compile(
-        lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True, backend="aot_eager"
-    )
-    x = torch.randn(1, 2, 300, 64)
+def attend_to_itself(x, **options):
+    return F.scaled_dot_product_attention(x, x, x, **options)
+
+
+def compiled_attention():
+    torch.compiler.reset()  # functions that other tests compiled count towards the recompile limit
+    return torch.compile(attend_to_itself, fullgraph=True, backend="aot_eager")
+
+
+def test_functions_are_recompiled_within_use_backend():
+    compiled, x = compiled_attention(), torch.randn(1, 2, 300, 64)
     first = compiled(x)
     with fused_attn.use_backend("eager"):
         second = compiled(x)
-    assert torch.equal(first, F.scaled_dot_product_attention(x, x, x))
-    assert torch.equal(second, F.scaled_dot_product_attention(x, x, x, backend="eager"))
+    assert torch.equal(first, attend_to_itself(x))
+    assert torch.equal(second, attend_to_itself(x, backend="eager"))
 
 
-def test_compiled_dropout_draws_anew():
-    compiled = torch.compile(
-        lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.5), backend="aot_eager"
-    )
-    x = torch.randn(1, 1, 40, 8)
-    assert not torch.equal(compiled(x), compiled(x))
+def test_each_compiled_call_draws_a_dropout_mask():
+    compiled, x = compiled_attention(), torch.randn(1, 1, 40, 8)
+    assert not torch.equal(compiled(x, dropout_p=0.5), compiled(x, dropout_p=0.5))
 
 
 def test_export():
@@ -162,9 +160,9 @@ def test_export():
 
 
 def test_compiled_calls_refuse_forward_mode():
-    """A compiled graph would drop the tangent, which forward-mode AD takes for 0."""
-    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager")
+    """Compiled calls raise an error for dual tensors, whose tangents a graph would drop."""
     x = torch.randn(1, 1, 4, 8)
+    compiled = torch.compile(attend_to_itself, backend="aot_eager")
     with (
         forward_ad.dual_level(),
         pytest.raises(NotImplementedError, match="have no forward-mode derivatives"),
@@ -180,12 +178,12 @@ MASKS_OF_LENGTHS = {
 }
 
 
-@pytest.mark.sampled("cpp covers both ways to export", backend=["sdpa", "eager"], strict=[True])
+@pytest.mark.sampled("cpp covers strict export", backend=["sdpa", "eager"], strict=[True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
 @pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
 def test_export_of_any_length(backend, mask, strict):
-    """A program exported with dynamic, unbounded lengths runs on longer sequences."""
+    """A program that was exported with dynamic lengths runs on longer sequences."""
 
     class Attend(torch.nn.Module):
         def forward(self, query, key, value):
@@ -220,19 +218,13 @@ def test_compile_avoids_is_autocast_available(monkeypatch):
     """Compiled calls avoid is_autocast_available, which torch 2.9 and 2.10 cannot trace."""
     untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
-    x = torch.randn(1, 2, 5, 8)
     for device in ("cpu", "meta"):
-        compiled = torch.compile(attend_to_itself, fullgraph=True, backend="aot_eager")
+        x = torch.randn(1, 2, 5, 8, device=device)
         with torch.autocast("cpu", torch.bfloat16):
-            assert compiled(x.to(device)).dtype == attend_to_itself(x.to(device)).dtype
+            assert compiled_attention()(x).dtype == attend_to_itself(x).dtype
 
 
-def attend_to_itself(x):
-    return F.scaled_dot_product_attention(x, x, x)
-
-
-def test_compile_of_one_tensor_twice():
-    """One tensor may be several operands of a compiled call."""
+def test_one_tensor_as_several_operands_of_a_compiled_call():
 
     def attend(x):
         out = F.scaled_dot_product_attention(x, x, x)
@@ -261,8 +253,7 @@ def test_autocast(backend):
     out.float().sum().backward()
     assert leaf.grad.dtype == torch.float32
     # This call also needs grad: training forwards divide by the sum of the rounded weights.
-    half = [t.bfloat16() for t in (query, key, value)]
-    half[0].requires_grad_()
+    half = [t.bfloat16() for t in (leaf, key, value)]
     direct = F.scaled_dot_product_attention(*half, enable_gqa=True, backend=backend)
     assert torch.equal(out, direct)
 
@@ -271,29 +262,19 @@ def test_autocast(backend):
 def test_checkpoint(reentrant):
     inputs = attend_inputs()
     plain = torch.autograd.grad(attend(*inputs).sum(), inputs[:4])
-    out = checkpoint(attend, *inputs, use_reentrant=reentrant)
-    for leaf in inputs[:4]:
-        leaf.grad = None
-    out.sum().backward()
+    checkpoint(attend, *inputs, use_reentrant=reentrant).sum().backward()
     assert all(torch.equal(leaf.grad, g) for leaf, g in zip(inputs[:4], plain, strict=True))
 
 
-def test_selective_checkpoint_sees_the_op():
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    seen = []
-
-    def policy(context, op, *args, **kwargs):
-        seen.append(op)
-        return CheckpointPolicy.MUST_SAVE
-
-    inputs = attend_inputs()
+def test_policies_of_selective_checkpoints_apply_to_the_op():
+    policy = mock.Mock(return_value=CheckpointPolicy.MUST_SAVE)
     out = checkpoint(
-        attend, *inputs, use_reentrant=False,
+        attend, *attend_inputs(), use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
     )  # fmt: skip
     out.sum().backward()
-    assert torch.ops.fused_attn.attention_fwd.default in seen
+    ops = [call.args[1] for call in policy.call_args_list]
+    assert torch.ops.fused_attn.attention_fwd.default in ops
 
 
 def test_flop_counter():
@@ -311,8 +292,6 @@ def test_flop_counter():
 
 
 def test_fake_and_meta_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         x = torch.empty(2, 4, 30, 16, requires_grad=True)
         mask = torch.ones(30, 30, dtype=torch.bool)
@@ -326,49 +305,40 @@ def test_fake_and_meta_tensors():
 
 
 def test_functorch():
-    x = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
+    x = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
 
     def loss(x):
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum()
+        return attend_to_itself(x, is_causal=True).square().sum()
 
     each = torch.func.vmap(torch.func.grad(loss))(x)
-    leaf = x.clone().requires_grad_()
-    (want,) = torch.autograd.grad(sum(loss(row) for row in leaf), leaf)
+    (want,) = torch.autograd.grad(sum(loss(row) for row in x), x)
     torch.testing.assert_close(each, want)
 
 
-def test_eager_calls_bypass_the_op(monkeypatch):
-    """Plain calls bypass torch.ops; calls under a mode go through it."""
-    calls = []
-    real = torch.ops.fused_attn.attention_fwd
-
-    def counted(*args):
-        calls.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(torch.ops.fused_attn, "attention_fwd", counted)
-    x = torch.randn(1, 1, 4, 8)
-    F.scaled_dot_product_attention(x, x, x)
-    assert not calls
-    with FlopCounterMode(display=False):
-        F.scaled_dot_product_attention(x, x, x)
-    assert calls
+def test_only_calls_under_a_mode_run_the_op():
+    op, x = torch.ops.fused_attn.attention_fwd, torch.randn(1, 1, 4, 8)
+    with mock.patch.object(torch.ops.fused_attn, "attention_fwd", wraps=op) as called:
+        attend_to_itself(x)
+        assert not called.called
+        with FlopCounterMode(display=False):
+            attend_to_itself(x)
+        assert called.called
 
 
 def test_masks_cache_their_summary_until_changed():
     visible = torch.ones(200, 200, dtype=torch.bool)
     mask = masks.dense(visible)
     x = torch.randn(1, 1, 200, 8)
-    full = F.scaled_dot_product_attention(x, x, x, mask)
-    (kept,) = mask.memo.values()
-    summary = kept.value.dense_summary
-    F.scaled_dot_product_attention(x, x, x, mask)
+    full = attend_to_itself(x, attn_mask=mask)
+    (cached,) = mask.memo.values()
+    summary = cached.value.dense_summary
+    attend_to_itself(x, attn_mask=mask)
     (again,) = mask.memo.values()
     assert again.value.dense_summary is summary
     visible[:, 100:] = False
-    half = F.scaled_dot_product_attention(x, x, x, mask)
+    half = attend_to_itself(x, attn_mask=mask)
     assert not torch.equal(full, half)
-    assert torch.equal(half, F.scaled_dot_product_attention(x, x, x, visible.clone()))
+    assert torch.equal(half, attend_to_itself(x, attn_mask=visible.clone()))
 
 
 @pytest.mark.parametrize(
@@ -381,26 +351,25 @@ def test_masks_cache_their_summary_until_changed():
     ids=["foreach", "out", "set"],
 )
 @pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
-def test_masks_notice_what_a_graph_writes(write, backend):
+def test_writes_in_a_graph_invalidate_cached_masks(write, backend):
     torch.compiler.reset()
     lengths = torch.tensor([5, 3])
     mask = masks.padding(lengths)
     x = torch.randn(2, 1, 5, 8)
-    F.scaled_dot_product_attention(x, x, x, mask)
+    attend_to_itself(x, attn_mask=mask)
     (write if backend == "none" else torch.compile(write, backend=backend))(lengths)
-    got = F.scaled_dot_product_attention(x, x, x, mask)
-    assert torch.equal(got, F.scaled_dot_product_attention(x, x, x, masks.padding([3, 5])))
+    got = attend_to_itself(x, attn_mask=mask)
+    assert torch.equal(got, attend_to_itself(x, attn_mask=masks.padding([3, 5])))
 
 
 def test_inference_mode_then_training():
     """Values that a Mask cached in inference mode are not used by calls with gradients."""
     mask = masks.padding([5, 3]) & masks.dense(torch.ones(5, 5, dtype=torch.bool))
-    x = torch.randn(2, 1, 5, 8)
+    x = torch.randn(2, 1, 5, 8, requires_grad=True)
     with torch.inference_mode():
-        F.scaled_dot_product_attention(x, x, x, mask)
-    leaf = x.clone().requires_grad_()
-    F.scaled_dot_product_attention(leaf, leaf, leaf, mask).sum().backward()
-    assert torch.isfinite(leaf.grad).all()
+        attend_to_itself(x, attn_mask=mask)
+    attend_to_itself(x, attn_mask=mask).sum().backward()
+    assert torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("kind", ["bool", "key", "float", "padding", "documents", "alibi", "both"])
@@ -420,11 +389,8 @@ def test_masks_made_in_inference_mode_then_training(kind):
     }[kind]
     copied = made.clone() if isinstance(made, torch.Tensor) else made.mapped(torch.clone)
     x = torch.randn(2, 2, 5, 8, requires_grad=True)
-    grads = []
-    for mask in (made, copied):
-        out = F.scaled_dot_product_attention(x, x, x, mask)
-        grads.append(torch.autograd.grad(out.square().sum(), x)[0])
-    assert torch.equal(*grads)
+    losses = [attend_to_itself(x, attn_mask=mask).square().sum() for mask in (made, copied)]
+    assert torch.equal(*[torch.autograd.grad(loss, x)[0] for loss in losses])
     with torch.no_grad():  # without autograd, the mask is read in place
         spec = mask_spec.spec_of_mask(masks.dense(visible), 2, 2, 5, 5, x.device)
     assert spec.dense.data_ptr() == visible.data_ptr()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 
 import fused_attn
-from fused_attn import Mask, _cpu, masks
+from fused_attn import _cpu, masks
 from fused_attn import functional as F
 from fused_attn.backends import get_backend
 from fused_attn.masks import memo
@@ -54,19 +57,18 @@ def test_masks_in_turn(make, options, grad):
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     mask = make()
     call(*tensors, mask, **options)
-    own = isinstance(mask, Mask)
-    for change in (False, True):
-        if change:  # in place
-            changed = mask.tensors()[0] if own else mask
+    is_tensor = isinstance(mask, torch.Tensor)
+    for changed_in_place in (False, True):
+        if changed_in_place:
+            changed = mask if is_tensor else mask.tensors()[0]
             changed = changed if changed._base is None else changed._base
             changed.copy_(changed.flip(-1))
-        elif not own:
+        elif is_tensor:
             mask = make()
-        fresh = mask.mapped(torch.clone) if own else mask.clone()
-        assert fresh is not mask
-        got = call(*tensors, mask, **options)
-        for a, b in zip(got, call(*tensors, fresh, **options), strict=True):
-            assert torch.equal(a, b)
+        fresh = mask.clone() if is_tensor else mask.mapped(torch.clone)
+        assert all(
+            map(torch.equal, call(*tensors, mask, **options), call(*tensors, fresh, **options))
+        )
 
 
 def test_bias_that_requires_grad_later():
@@ -96,6 +98,7 @@ def test_calls_do_not_keep_masks_alive(grad):
 
 
 def test_options_that_may_change():
+    """Options that are tensors are read in each call."""
     q, k, v = qkv(1, 2, 16, 8)
     causal = torch.tensor(True)
     first = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -107,136 +110,127 @@ def test_options_that_may_change():
     assert not torch.equal(first, F.layer_norm(q, 8, eps=eps))
 
 
-def test_pooled_outputs_are_their_own():
-    """Large outputs come from a memory pool, but live outputs never share memory."""
+def test_pooled_outputs_do_not_share_memory():
+    """The memory pool of large outputs reuses no memory of a live output or of a live view."""
     q, k, v = qkv(2, 8, 512, 64)
-    kept = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
-    again = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
-    for a, b in zip(kept, again, strict=True):
-        assert a.data_ptr() != b.data_ptr()
-        assert torch.equal(a, b)
-    del kept, a
+    first, again = ([F.scaled_dot_product_attention(q, k, v + i) for i in range(4)] for _ in "ab")
+    assert all(map(torch.equal, first, again))
+    assert len({t.data_ptr() for t in (*first, *again)}) == 8
     view = again[0].transpose(1, 2).reshape(2, 512, 512)[0]
     want = view.clone()
-    del again, b
+    del first, again
     for i in range(4):
         F.scaled_dot_product_attention(q, k, v - i)
-    assert torch.equal(view, want)  # the memory of a live view is not reused
+    assert torch.equal(view, want)
 
 
-def test_pool_gives_the_same_memory_again():
-    def new():
-        return _cpu.empty_tensor((1000, 1000), (1000, 1), 0)
+def empty(rows):
+    return _cpu.empty_tensor((rows, 1000), (1000, 1), 0)
 
+
+def test_the_pool_reuses_memory():
     _cpu.release_workspace()
-    first = new()
+    first = empty(1000)
     address = first.data_ptr()
-    assert new().data_ptr() != address
+    assert empty(1000).data_ptr() != address
     _cpu.release_workspace()
     del first
-    assert new().data_ptr() == address
+    assert empty(1000).data_ptr() == address
 
 
 @pytest.mark.parametrize("dtype", [-2, 4])
-def test_memory_of_unknown_dtypes_is_refused(dtype):
+def test_the_pool_refuses_unknown_dtypes(dtype):
     with pytest.raises(ValueError, match="dtype"):
         _cpu.empty_tensor((2,), (1,), dtype)
 
 
-def test_small_blocks_keep_no_large_one_out_of_the_pool():
-    def new(rows):
-        return _cpu.empty_tensor((rows, 1000), (1000, 1), 0)
-
+def test_small_blocks_do_not_displace_a_large_one_from_the_pool():
     _cpu.release_workspace()
-    small = [new(100) for _ in range(100)]
-    large = new(1000)
+    small = [empty(100) for _ in range(100)]
+    large = empty(1000)
     address = large.data_ptr()
     del small
     del large
-    another = torch.empty(1000, 1000)  # would get this block if the pool had freed it
-    assert new(1000).data_ptr() == address != another.data_ptr()
+    another = torch.empty(1000, 1000)  # would be this block if the pool had freed it
+    assert empty(1000).data_ptr() == address != another.data_ptr()
 
 
-def test_pooled_outputs_take_part_in_autograd():
-    x = torch.randn(1024, 512, requires_grad=True)
-    w, b = torch.ones(512, requires_grad=True), torch.zeros(512, requires_grad=True)
-    out = F.layer_norm(x, 512, w, b)
-    out.mul_(2.0)  # out is not a view, so it can be changed in place
+def test_pooled_outputs_can_be_changed_in_place():
+    """Pooled outputs are no views, which autograd does not allow to be changed in place."""
+    x, weight, bias = (torch.ones(s, requires_grad=True) for s in ((1024, 512), 512, 512))
+    out = F.layer_norm(x, 512, weight, bias)
+    out.mul_(2.0)
     out.sum().backward()
-    assert torch.allclose(b.grad, torch.full((512,), 2048.0))
+    assert torch.allclose(bias.grad, torch.full((512,), 2048.0))
 
 
 def test_threads_do_not_share_workspace():
     problems = [qkv(1, 4, 200 + 30 * i, 64) for i in range(6)]
     wants = [F.scaled_dot_product_attention(*x) for x in problems]
-    failures = []
 
     def work(i):
-        results = (F.scaled_dot_product_attention(*problems[i]) for _ in range(20))
-        failures.extend(i for got in results if not torch.equal(got, wants[i]))
+        return all(
+            torch.equal(F.scaled_dot_product_attention(*problems[i]), wants[i]) for _ in range(20)
+        )
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6)))
 
 
 def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
     """CUDA graph capture bypasses the mask cache, because masks may change before a replay."""
     x, mask = qkv(1, 2, 40, 16), masks.dense(torch.rand(40, 40) < 0.5)
 
-    def kept():
+    def cached():
         F.scaled_dot_product_attention(*x, mask)
         return [entry.value for entry in mask.memo.values()]
 
-    before = kept()
+    before = cached()
     assert before
     monkeypatch.setattr(memo, "captured", lambda *tensors: bool(tensors))
-    assert kept() == before
+    assert cached() == before
     mask.memo.clear()
-    F.scaled_dot_product_attention(*x, mask)
-    assert not mask.memo
+    assert not cached()
 
 
-def test_a_captured_graph_keeps_the_cached_values_that_it_reads(monkeypatch):
-    """Masks that the host describes are on the GPU when a capture begins; replays read them."""
-    monkeypatch.setattr(memo, "stream_of", lambda device: 1)
+@pytest.fixture
+def captures(monkeypatch):
+    """Return a mock of is_current_stream_capturing, and begin without captured graphs."""
+    monkeypatch.setattr(memo, "stream_of", lambda device: 7)
     monkeypatch.setattr(memo, "_of_graphs", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cached, device = {}, torch.device("cuda")
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing") as captures:
+        yield captures
 
-    def recalled():
-        return memo.recall(cached, "key", [], device, lambda: torch.ones(3))
 
-    first = weakref.ref(recalled())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert recalled() is first()
+def recalled(cached):
+    return memo.recall(cached, "key", [], torch.device("cuda"), lambda: torch.ones(3))
+
+
+def test_a_captured_graph_keeps_the_cached_values_that_it_reads(captures):
+    cached = {}
+    captures.return_value = False
+    first = weakref.ref(recalled(cached))
+    captures.return_value = True
+    assert recalled(cached) is first()
     cached.clear()
     assert first() is not None
 
 
-def test_a_value_computed_in_a_captured_graph_is_not_cached(monkeypatch):
-    """All captures use one stream by default. Another graph may be replayed first."""
-    monkeypatch.setattr(memo, "stream_of", lambda device: 7)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    cached, device = {}, torch.device("cuda")
-    first, second = (
-        memo.recall(cached, "key", [], device, lambda: torch.ones(3)) for _ in range(2)
-    )
+def test_a_value_computed_in_a_captured_graph_is_not_cached(captures):
+    """A value that the replay of one graph computes is not available to another graph."""
+    cached = {}
+    captures.return_value = True
+    first, second = recalled(cached), recalled(cached)
     assert first is not second and not cached
 
 
 def test_norms_do_not_depend_on_return_residual():
     """The norm of a sum is bitwise identical with and without return_residual and gradients."""
     x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")
-    weight = torch.ones(128)
-    alone = F.rms_norm(x, 128, weight, residual=residual)
-    together, _ = F.rms_norm(x, 128, weight, residual=residual, return_residual=True)
-    leaf = x.clone().requires_grad_()
-    assert torch.equal(alone, together)
-    assert torch.equal(alone, F.rms_norm(leaf, 128, weight, residual=residual))
+    call = functools.partial(F.rms_norm, x, 128, torch.ones(128), residual=residual)
+    alone, (together, _) = call(), call(return_residual=True)
+    x.requires_grad_()
+    assert torch.equal(alone, together) and torch.equal(alone, call())
 
 
 def test_threads_that_share_a_mask_share_one_summary():
@@ -250,14 +244,9 @@ def test_threads_that_share_a_mask_share_one_summary():
 
     mask = masks.dense(torch.rand(1, 1, 96, 96) > 0.5)
     spec = spec_of_mask(mask, 1, 2, 96, 96, torch.device("cpu"))
-    seen = []
-    work = [threading.Thread(target=lambda: seen.append(with_summaries(spec, wait).dense_summary))]
-    work.append(threading.Thread(target=work[0]._target))
-    for thread in work:
-        thread.start()
-    for thread in work:
-        thread.join()
-    assert seen[0] is seen[1] is spec.dense_summary
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda _: with_summaries(spec, wait).dense_summary, range(2))
+    assert one is two is spec.dense_summary
 
 
 def test_bias_of_a_type_without_kernels():
@@ -268,8 +257,7 @@ def test_bias_of_a_type_without_kernels():
     torch.testing.assert_close(got, F.scaled_dot_product_attention(*x, torch.ones(8, 8)))
 
 
-def test_without_the_module():
-    """Calls fall back to torch if the compiled module cannot be imported."""
+def test_calls_fall_back_to_torch_without_the_compiled_module():
     program = (
         "import sys; sys.modules['fused_attn._cpu'] = None\n"
         "import torch, fused_attn\n"

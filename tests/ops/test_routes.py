@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
+
 import pytest
 import routes
 import torch
 from helpers import DTYPES, short
 from routes import ROUTES, checked_first
+from torch.utils.checkpoint import checkpoint
 
 from fused_attn import functional as F
 from fused_attn import masks, nn, varlen_attention
@@ -21,17 +26,15 @@ MASKS = {
     "bias": lambda: {"attn_mask": torch.randn(4, 23, 19)},
     "alibi": lambda: {"attn_mask": masks.alibi(torch.rand(4))},
 }
-
-
-looked_at = routes.looked_at
+validated = routes.looked_at  # fixture: list of the calls that were validated
 
 
 def tensors(dtype, heads_kv=4, layout="bhld"):
     shapes = ((2, 4, 23, 16), (2, heads_kv, 19, 16), (2, heads_kv, 19, 24))
-    made = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    qkv = [torch.randn(shape, dtype=dtype) for shape in shapes]
     if layout == "blhd":
-        made = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in made]
-    return [t.requires_grad_() for t in made]
+        qkv = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv]
+    return [t.requires_grad_() for t in qkv]
 
 
 def inferred(leaves, **options):
@@ -47,27 +50,29 @@ def trained(leaves, **options):
     return out, *torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 
+def assert_same_bits(first, *others):
+    """Assert that all results, tensors or tuples, have equal values and strides."""
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=0, atol=0, check_stride=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_route_gives_the_same_bits(mask, dropout_p, dtype, looked_at):
+def test_every_route_gives_the_same_bits(mask, dropout_p, dtype, validated):
     options = MASKS[mask]() | {"dropout_p": dropout_p}
     for heads_kv in (4, 2):
+        options["enable_gqa"] = heads_kv == 2
         for layout in ("bhld", "blhd"):
             leaves = tensors(dtype, heads_kv, layout)
-            gqa = {"enable_gqa": heads_kv == 2}
-            ours = trained(leaves, **options, **gqa), inferred(leaves, **options, **gqa)
-            assert not looked_at
+            results = [trained(leaves, **options) + inferred(leaves, **options)]
+            assert not validated
             for route in ROUTES.values():
                 with route():
-                    other = (
-                        trained(leaves, **options, **gqa, backend="cpp"),
-                        inferred(leaves, **options, **gqa),
-                    )
-                for ours_i, other_i in zip(sum(ours, ()), sum(other, ()), strict=True):
-                    assert torch.equal(ours_i, other_i)
-                    assert ours_i.stride() == other_i.stride()
-            looked_at.clear()
+                    out_and_grads = trained(leaves, **options, backend="cpp")
+                    results.append(out_and_grads + inferred(leaves, **options))
+            assert_same_bits(*results)
+            validated.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -76,7 +81,7 @@ def test_every_route_gives_the_same_bits(mask, dropout_p, dtype, looked_at):
     [{"softcap": 5.0}, {"scale": 0.3}, {"scale": 2}, {"return_lse": True}, {"bias": True}],
     ids=str,
 )
-def test_every_option_takes_the_same_route(options, dtype, looked_at):
+def test_options_do_not_need_validation(options, dtype, validated):
     options, leaves = dict(options), tensors(dtype)
     if options.pop("bias", False):
         leaves.append(torch.randn(4, 1, 19, requires_grad=True))
@@ -88,13 +93,12 @@ def test_every_option_takes_the_same_route(options, dtype, looked_at):
             grads = [torch.ones_like(o) for o in outs]
             results.append((*outs, *torch.autograd.grad(outs, leaves, grads)))
         if len(results) == 1:
-            assert not looked_at
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+            assert not validated
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "loss",
     [
         lambda out: out.sum(),
         lambda out: out[:, :, 3].sum(),
@@ -103,39 +107,37 @@ def test_every_option_takes_the_same_route(options, dtype, looked_at):
     ],
     ids=["expanded", "part", "transposed", "product"],
 )
-def test_gradients_of_any_layout(given, looked_at):
+def test_output_gradients_of_any_layout(loss):
     leaves = tensors(torch.float64)
     results = []
     for route in ROUTES.values():
         with route():
             out = F.scaled_dot_product_attention(*leaves)
-            results.append(torch.autograd.grad(given(out), leaves))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+            results.append(torch.autograd.grad(loss(out), leaves))
+    assert_same_bits(*results)
 
 
-def test_some_gradients_and_retained_graphs(looked_at):
+def test_some_gradients_and_retained_graphs(validated):
     query, key, value = tensors(torch.float32)
     query.requires_grad_(False)
-    out = F.scaled_dot_product_attention(query, key, value)
-    first = torch.autograd.grad(out.sum(), (key, value), retain_graph=True)
-    again = torch.autograd.grad(out.sum(), (key, value))
-    assert not looked_at and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    loss = F.scaled_dot_product_attention(query, key, value).sum()
+    first = torch.autograd.grad(loss, (key, value), retain_graph=True)
+    assert_same_bits(first, torch.autograd.grad(loss, (key, value)))
+    assert not validated
     tied = key.detach().requires_grad_()
-    ours = F.scaled_dot_product_attention(tied, tied, tied)
+    losses = [F.scaled_dot_product_attention(tied, tied, tied).sum()]
     with checked_first():
-        other = F.scaled_dot_product_attention(tied, tied, tied)
-    grads = [torch.autograd.grad(o.sum(), tied)[0] for o in (ours, other)]
-    torch.testing.assert_close(*grads)
+        losses.append(F.scaled_dot_product_attention(tied, tied, tied).sum())
+    torch.testing.assert_close(*(torch.autograd.grad(loss, tied) for loss in losses))
 
 
 @pytest.mark.parametrize("changed", ["query", "mask"])
-def test_changes_before_the_backward_are_errors(changed, looked_at):
+def test_changes_before_the_backward_are_errors(changed, validated):
     query, key, value = tensors(torch.float32)
     mask = torch.rand(2, 1, 23, 19) < 0.6
     inner = query * 1
     out = F.scaled_dot_product_attention(inner, key, value, mask)
-    assert not looked_at
+    assert not validated
     with torch.no_grad():
         (inner if changed == "query" else mask).zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -158,33 +160,28 @@ def test_saved_tensors_that_hooks_change(route, change, which):
 
     def unpack(tensor):
         unpacked.append(tensor)
-        return change(tensor) if len(unpacked) - 1 == which else tensor
+        return change(tensor) if len(unpacked) == which + 1 else tensor
 
     with ROUTES[route](), torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         out = F.scaled_dot_product_attention(*leaves)
-    grads = torch.autograd.grad(out.sum(), leaves)
+    got = [grad.bfloat16() for grad in torch.autograd.grad(out.sum(), leaves)]
     assert len(unpacked) > which
     want = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sum(), leaves)
-    for got, wanted in zip(grads, want, strict=True):
-        torch.testing.assert_close(got.bfloat16(), wanted, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(got, list(want), rtol=0.1, atol=0.1)
 
 
-def test_checkpoints_repeat_the_dropout_mask(looked_at):
-    leaves = tensors(torch.float32)
-
-    def attend(*qkv):
-        return F.scaled_dot_product_attention(*qkv, dropout_p=0.4)
-
-    results = []
-    for run in (attend, lambda *t: torch.utils.checkpoint.checkpoint(attend, *t, use_reentrant=0)):
+def test_checkpoints_repeat_the_dropout_mask(validated):
+    leaves, results = tensors(torch.float32), []
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=0.4)
+    for run in (attend, functools.partial(checkpoint, attend, use_reentrant=False)):
         torch.manual_seed(2)
         out = run(*leaves)
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-    assert not looked_at
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not validated
+    assert_same_bits(*results)
 
 
-def test_calls_that_are_validated(looked_at):
+def test_calls_that_are_validated(validated):
     query, key, value = tensors(torch.float32)
     calls = (
         lambda: F.scaled_dot_product_attention(query[0], key[0], value[0]),
@@ -193,7 +190,7 @@ def test_calls_that_are_validated(looked_at):
     )
     for number, call in enumerate(calls, 1):
         call().sum().backward()
-        assert len(looked_at) == number
+        assert len(validated) == number
 
 
 # ---- packed sequences ---------------------------------------------------------------------------
@@ -201,15 +198,14 @@ def test_calls_that_are_validated(looked_at):
 CU_SEQLENS = torch.tensor([0, 9, 9, 30, 47], dtype=torch.int32)
 
 
-def packed(dtype, heads_kv=4, width=16):
-    total = int(CU_SEQLENS[-1])
-    return [torch.randn(total, h, width).to(dtype) for h in (4, heads_kv, heads_kv)]
+def packed(dtype, heads_kv=4):
+    return [torch.randn(47, heads, 16).to(dtype) for heads in (4, heads_kv, heads_kv)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("int_type", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "alibi"])
-def test_packed(mask, int_type, dtype, looked_at):
+def test_packed(mask, int_type, dtype, validated):
     options = {
         "none": {},
         "causal": {"is_causal": True},
@@ -219,20 +215,18 @@ def test_packed(mask, int_type, dtype, looked_at):
     ends = CU_SEQLENS.to(int_type)
     for heads_kv in (4, 2):
         qkv = packed(dtype, heads_kv)
-        for _ in range(2):  # the second call uses cached values
-            ours = varlen_attention(*qkv, ends, ends, 21, 30, **options)
-        assert not looked_at
+        results = [varlen_attention(*qkv, ends, ends, 21, 30, **options) for _ in range(2)]
+        assert not validated
         for route in ROUTES.values():
             with route():
-                other = varlen_attention(*qkv, ends, ends, 21, 30, **options)
-            assert torch.equal(ours, other)
-            assert ours.stride() == other.stride()
-        looked_at.clear()
+                results.append(varlen_attention(*qkv, ends, ends, 21, 30, **options))
         sliced = [torch.cat([t, t], 2)[..., :16] for t in qkv]
-        assert torch.equal(varlen_attention(*sliced, ends, ends, 21, 30, **options), ours)
+        results.append(varlen_attention(*sliced, ends, ends, 21, 30, **options))
+        assert_same_bits(*results)
+        validated.clear()
 
 
-def test_packed_lengths_are_checked(looked_at):
+def test_packed_lengths_are_checked(validated):
     query, key, value = packed(torch.float32)
     ends = CU_SEQLENS.clone()
     varlen_attention(query, key, value, ends, ends, 21, 21)
@@ -244,59 +238,50 @@ def test_packed_lengths_are_checked(looked_at):
         with pytest.raises(ValueError, match="cu_seqlens"):
             call()
     ends[2] = 12  # the change in place invalidates cached values
-    ours = varlen_attention(query, key, value, ends, ends, 21, 21)
-    whole = varlen_attention(query, key, value, ends.clone(), ends.clone(), 21, 21)
-    assert torch.equal(ours, whole) and not looked_at
+    got = varlen_attention(query, key, value, ends, ends, 21, 21)
+    want = varlen_attention(query, key, value, ends.clone(), ends.clone(), 21, 21)
+    assert torch.equal(got, want) and not validated
 
 
-def test_packed_memory_is_not_kept():
-    """Values cached for cu_seqlens do not keep the tensor alive."""
-    import gc
-    import weakref
-
-    query, key, value = packed(torch.float32)
+def test_values_cached_for_cu_seqlens_do_not_keep_the_tensor_alive():
     ends = CU_SEQLENS.to(torch.int64)
     reference = weakref.ref(ends)
-    varlen_attention(query, key, value, ends, ends, 21, 21)
+    varlen_attention(*packed(torch.float32), ends, ends, 21, 21)
     del ends
     gc.collect()
     assert reference() is None
 
 
-def test_encoder_of_padded_batches(looked_at):
-    """Encoder layers that run on packed tokens skip validation in inference."""
+def test_encoder_layers_on_packed_tokens_need_no_validation(validated):
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     encoder = nn.TransformerEncoder(layer, 2).eval()
     ignored = torch.arange(12) >= torch.tensor([12, 5, 3])[:, None]
     with torch.no_grad():
         encoder(torch.randn(3, 12, 16), src_key_padding_mask=ignored)
-    assert not looked_at
+    assert not validated
 
 
-def test_expanded_masks_need_no_validation(looked_at):
-    query, key, value = tensors(torch.float32)
-    batch, _, seqlen_q, _ = query.shape
-    seqlen_k = key.shape[2]
-    padding = torch.arange(seqlen_k) < torch.tensor([[seqlen_k]] * (batch - 1) + [[seqlen_k // 2]])
-    padding = padding[:, None, None]
-    want = F.scaled_dot_product_attention(query, key, value, padding)
-    bias = torch.randn(1, 1, 1, seqlen_k)
-    for mask in (padding.expand(batch, 1, seqlen_q, seqlen_k), padding.expand(-1, 4, -1, -1)):
-        got = F.scaled_dot_product_attention(query, key, value, mask)
+def test_expanded_masks_need_no_validation(validated):
+    qkv = tensors(torch.float32)
+    padding = torch.arange(19) < torch.tensor([19, 9]).view(2, 1, 1, 1)
+    want = F.scaled_dot_product_attention(*qkv, padding)
+    for mask in (padding.expand(2, 1, 23, 19), padding.expand(-1, 4, -1, -1)):
+        got = F.scaled_dot_product_attention(*qkv, mask)
         assert torch.equal(got, want)
-        torch.autograd.grad(got.sum(), (query, key, value))
+        torch.autograd.grad(got.sum(), qkv)
+    bias = torch.randn(1, 1, 1, 19)
     torch.testing.assert_close(
-        F.scaled_dot_product_attention(query, key, value, bias.expand(batch, -1, seqlen_q, -1)),
-        F.scaled_dot_product_attention(query, key, value, bias),
+        F.scaled_dot_product_attention(*qkv, bias.expand(2, -1, 23, -1)),
+        F.scaled_dot_product_attention(*qkv, bias),
     )
     learned = bias.clone().requires_grad_()
-    out = F.scaled_dot_product_attention(query, key, value, learned.expand(-1, -1, seqlen_q, -1))
+    out = F.scaled_dot_product_attention(*qkv, learned.expand(-1, -1, 23, -1))
     assert torch.autograd.grad(out.sum(), learned)[0].shape == bias.shape
-    assert not looked_at
+    assert not validated
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_packed_training_needs_no_validation(dtype, looked_at):
+def test_packed_training_needs_no_validation(dtype, validated):
     leaves = [t.requires_grad_() for t in packed(dtype, heads_kv=2)]
 
     def step(**options):
@@ -306,8 +291,8 @@ def test_packed_training_needs_no_validation(dtype, looked_at):
         )
         return out, lse, *torch.autograd.grad((out * out).sum() + lse.exp().sum(), leaves)
 
-    ours = step()
-    assert not looked_at
+    results = [step()]
+    assert not validated
     with checked_first():
-        other = step(backend="cpp")
-    assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+        results.append(step(backend="cpp"))
+    assert_same_bits(*results)

@@ -433,6 +433,6 @@ def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
     key, value = torch.randn(2, 2, 4, 1, head_dim)
     out = fused_attn.decode_attention(query, *caches, cache_lengths=lengths, key=key, value=value)
     for b, length in enumerate(lengths):
-        filled = caches[:, b : b + 1, :, : length + 1]
+        filled = [cache[b : b + 1, :, : length + 1] for cache in caches]
         want = F.scaled_dot_product_attention(query[b : b + 1], *filled, backend="eager")
         torch.testing.assert_close(out[b : b + 1], want, rtol=1e-5, atol=1e-5)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 
 import numpy
 import pytest
 import torch
-from helpers import DTYPES, assert_like_eager, drawn, leaves_of, short, use_threads
-from torch import Tensor
+from helpers import DTYPES, assert_like_eager, drawn, short, use_threads
 
 import fused_attn
 from fused_attn import functional as F
@@ -19,9 +17,7 @@ BATCH, HEADS, SEQLEN = 2, 3, 7
 POSITIONS = torch.tensor([[4, 8, 0, 1, 2, 2, 9], [7, 7, 7, 3, 1, 0, 5]])
 
 
-def by_hand(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
-) -> Tensor:
+def by_hand(x, cos, sin, positions=None, interleaved=False):
     """Compute equation 34 of RoFormer as x * cos + partner * (+-sin), by dimension."""
     head_dim, width = x.shape[-1], cos.shape[-1]
     rotary_dim = head_dim if width == head_dim else 2 * width
@@ -40,33 +36,28 @@ def by_hand(
     return torch.cat([rotated, x[..., rotary_dim:]], -1)
 
 
-def rotary(
-    cos: Tensor, sin: Tensor, positions: Tensor | None = None, interleaved: bool = False
-) -> Callable[..., Callable[..., tuple[Tensor, ...]]]:
-    def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
-        def call(input: Tensor) -> tuple[Tensor, ...]:
+def rotary(cos, sin, positions=None, interleaved=False):
+    """Return function(backend)(input) for `assert_like_eager`."""
+
+    def of(backend):
+        def call(input):
+            function = by_hand if backend == "eager" else F.rotary_embedding
             tables = cos.to(input.dtype), sin.to(input.dtype)
-            if backend == "eager":
-                return (by_hand(input, *tables, positions, interleaved),)
-            return (
-                F.rotary_embedding(input, *tables, positions=positions, interleaved=interleaved),
-            )
+            return (function(input, *tables, positions=positions, interleaved=interleaved),)
 
         return call
 
-    of.key = pickle.dumps((cos, sin, positions, interleaved))  # type: ignore[attr-defined]
+    of.key = pickle.dumps((cos, sin, positions, interleaved))
     return of
 
 
-def tables_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def tables_of(shape):
     """Return independent random tables cos and sin, whose values are exact in 16 bits."""
-    draw = drawn(5)
-    cos, sin = (torch.randint(-64, 65, shape, generator=draw) / 64 for _ in range(2))
-    return cos, sin
+    return (torch.randint(-64, 65, (2, *shape), generator=drawn(5)) / 64).unbind()
 
 
 @pytest.mark.sampled(
-    "tables differ in their rows alone", tables=["shared", "long", "token", "one sequence"],
+    "tables differ only in their rows", tables=["shared", "long", "token", "one sequence"],
     head_dim=[64, 6, 34],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -93,7 +84,7 @@ def test_layouts(layout):
     }[layout]
     cos, sin = tables_of((SEQLEN, 16))
     got = F.rotary_embedding(view, cos, sin)
-    torch.testing.assert_close(got, by_hand(view.contiguous(), cos, sin, None, False))
+    torch.testing.assert_close(got, by_hand(view.contiguous(), cos, sin))
     if layout == "heads last":
         assert got.stride() == view.stride()
 
@@ -101,13 +92,11 @@ def test_layouts(layout):
 def test_tables_of_other_types():
     """Tables in float32 are not rounded to the dtype of the input."""
     x = torch.randn(1, 2, SEQLEN, 16, dtype=torch.bfloat16, generator=drawn(3))
-    cos, sin = torch.full((SEQLEN, 8), 0.70711), torch.full((SEQLEN, 8), 0.70711)
-    exact = by_hand(x.double(), cos.double(), sin.double(), None, False)
-    for tables in ((cos, sin), (cos.double(), sin), (cos, sin.bfloat16().float().half())):
-        got = F.rotary_embedding(x, *tables)
-        assert got.dtype == torch.bfloat16
-        if tables[1].dtype != torch.float16:
-            assert torch.equal(got, exact.bfloat16())
+    table = torch.full((SEQLEN, 8), 0.70711)
+    exact = by_hand(x.double(), table.double(), table.double()).bfloat16()
+    for cos in (table, table.double()):
+        assert torch.equal(F.rotary_embedding(x, cos, table), exact)
+    assert F.rotary_embedding(x, table, table.half()).dtype == torch.bfloat16
 
 
 def test_gradients_of_higher_order():
@@ -127,25 +116,24 @@ def test_threads(threads):
     cos, sin = tables_of((33, 12))
     with use_threads(threads):
         got = F.rotary_embedding(x, cos, sin)
-    torch.testing.assert_close(got, by_hand(x, cos, sin, None, False))
+    torch.testing.assert_close(got, by_hand(x, cos, sin))
 
 
 def test_intercepted_calls():
     """Results under torch.compile, vmap and batched gradients equal those of plain calls."""
-    (x,) = leaves_of([torch.randn(2, 3, SEQLEN, 16, generator=drawn(6))], torch.float32, "cpp")
+    x = torch.randn(2, 3, SEQLEN, 16, generator=drawn(6), requires_grad=True)
     cos, sin = tables_of((SEQLEN, 8))
     expected = F.rotary_embedding(x, cos, sin)
     compiled = torch.compile(F.rotary_embedding, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, cos, sin), expected)
     mapped = torch.func.vmap(F.rotary_embedding, in_dims=(1, None, None))
     torch.testing.assert_close(mapped(x[:, :, None], cos, sin).transpose(0, 1)[:, :, 0], expected)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda x: F.rotary_embedding(x, cos, sin).sum((0, 1, 2)), x, vectorize=True
-    )
-    again = torch.autograd.functional.jacobian(
-        lambda x: F.rotary_embedding(x, cos, sin).sum((0, 1, 2)), x
-    )
-    torch.testing.assert_close(jacobian, again)
+
+    def total(x):
+        return F.rotary_embedding(x, cos, sin).sum((0, 1, 2))
+
+    jacobians = (torch.autograd.functional.jacobian(total, x, vectorize=v) for v in (True, False))
+    torch.testing.assert_close(*jacobians)
 
 
 def test_empty_tensors_and_other_backends():
@@ -154,9 +142,7 @@ def test_empty_tensors_and_other_backends():
     x = torch.randn(1, 2, SEQLEN, 16)
     assert torch.equal(F.rotary_embedding(x, cos[:, :0], sin[:, :0]), x)
     with use_backend("eager"):
-        torch.testing.assert_close(
-            F.rotary_embedding(x, cos, sin), by_hand(x, cos, sin, None, False)
-        )
+        torch.testing.assert_close(F.rotary_embedding(x, cos, sin), by_hand(x, cos, sin))
 
 
 @pytest.mark.parametrize(
@@ -197,27 +183,23 @@ def test_rotated_cache(masked, paged, seqlen_new, lengths):
     draw = drawn(8)
     shape = (8, 2, 3, 16) if paged else (2, 2, 12, 16)
     caches = [torch.randn(shape, generator=draw) for _ in range(2)]
-    table = torch.tensor([[3, 0, 6, 1], [2, 7, 5, 4]]) if paged else None
+    expected_caches = [cache.clone() for cache in caches]
     count = max(seqlen_new, 1)
     query = torch.randn(2, 4, count, 16, generator=draw)
-    key, value = (torch.randn(2, 2, seqlen_new, 16, generator=draw) for _ in range(2))
+    key, value = torch.randn(2, 2, 2, seqlen_new, 16, generator=draw)
     cos, sin = tables_of((12, 8))
-    starts = torch.tensor(lengths)[:, None]
     options = {
         "cache_lengths": list(lengths),
-        "block_table": table,
+        "block_table": torch.tensor([[3, 0, 6, 1], [2, 7, 5, 4]]) if paged else None,
         "attn_mask": fused_attn.masks.alibi([0.5, 0.25, 0.1, 0.2]) if masked else None,
         "value": value,
     }
-    expected_caches = [cache.clone() for cache in caches]
+    positions = torch.tensor(lengths)[:, None] + torch.arange(seqlen_new - count, seqlen_new)
+    rotated_key = F.rotary_embedding(key, cos, sin, positions=positions[:, count - seqlen_new :])
     expected = fused_attn.decode_attention(
-        F.rotary_embedding(
-            query, cos, sin, positions=starts + seqlen_new - count + torch.arange(count)
-        ),
-        *expected_caches,
-        key=F.rotary_embedding(key, cos, sin, positions=starts + torch.arange(seqlen_new)),
-        **options,
-    )
+        F.rotary_embedding(query, cos, sin, positions=positions), *expected_caches,
+        key=rotated_key, **options,
+    )  # fmt: skip
     versions = [cache._version for cache in caches]
     got = fused_attn.decode_attention(
         query, *caches, key=key, rotary_cos=cos, rotary_sin=sin, **options
@@ -253,9 +235,8 @@ def test_positions_may_change_before_the_backward():
     cos, sin = tables_of((SEQLEN, 8))
     out = F.rotary_embedding(x, cos, sin, positions=torch.from_numpy(memory))
     memory[:] = 10**12  # torch does not detect this change
-    (got,) = torch.autograd.grad(out.sum(), x)
-    out = F.rotary_embedding(x, cos, sin, positions=torch.zeros(SEQLEN, dtype=torch.int64))
-    assert torch.equal(got, torch.autograd.grad(out.sum(), x)[0])
+    want = F.rotary_embedding(x, cos, sin, positions=torch.zeros(SEQLEN).long())
+    assert torch.equal(*(torch.autograd.grad(o.sum(), x)[0] for o in (out, want)))
 
 
 def test_tensors_without_memory():
@@ -264,20 +245,22 @@ def test_tensors_without_memory():
         F.rotary_embedding(torch._efficientzerotensor((1, 2, SEQLEN, 16)), cos, sin)
 
 
-def test_errors_of_rotated_caches():
-    query = torch.zeros(1, 2, 1, 16)
-    caches = torch.zeros(1, 2, 12, 16), torch.zeros(1, 2, 12, 16)
-    cos, sin = tables_of((6, 8))
-    call = {"key": query, "value": query, "cache_lengths": [6]}
-    with pytest.raises(ValueError, match="given together, got only rotary_cos"):
-        fused_attn.decode_attention(query, *caches, rotary_cos=cos, **call)
-    long = torch.ones(7, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="must have the same shape"):
-        fused_attn.decode_attention(query, *caches, rotary_cos=cos, rotary_sin=long, **call)
-    with pytest.raises(ValueError, match="rotary_cos and rotary_sin must not require grad"):
-        fused_attn.decode_attention(query, *caches, rotary_cos=long, rotary_sin=long, **call)
-    with pytest.raises(ValueError, match="sinks must have shape"):
-        fused_attn.decode_attention(query, *caches, sinks=torch.zeros(3), **call)
-    with pytest.raises(ValueError, match="rotary_cos must have at least 7 rows"):
-        fused_attn.decode_attention(query, *caches, rotary_cos=cos, rotary_sin=sin, **call)
-    assert not caches[0].any()
+SHORT, LONG = torch.ones(6, 8), torch.ones(7, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rotary_cos": SHORT}, "given together, got only rotary_cos"),
+        ({"rotary_cos": SHORT, "rotary_sin": LONG}, "must have the same shape"),
+        ({"rotary_cos": LONG, "rotary_sin": LONG}, "_cos and rotary_sin must not require grad"),
+        ({"rotary_cos": SHORT, "rotary_sin": SHORT}, "rotary_cos must have at least 7 rows"),
+        ({"sinks": torch.zeros(3)}, "sinks must have shape"),
+    ],
+)
+def test_errors_of_rotated_caches(options, message):
+    query, caches = torch.zeros(1, 2, 1, 16), torch.zeros(2, 1, 2, 12, 16)
+    options = options | {"key": query + 1, "value": query + 1, "cache_lengths": [6]}
+    with pytest.raises(ValueError, match=message):
+        fused_attn.decode_attention(query, *caches, **options)
+    assert not caches.any()

@@ -427,9 +427,10 @@ def test_types_of_caches(changes):
 def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
     """NaN in cache rows after the end of a sequence has no effect."""
     lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
-    caches = torch.full((2, 2, 4, 16, head_dim), torch.nan)
-    for b, length in enumerate(lengths):
-        caches[:, b, :, :length] = torch.randn(2, 4, length, head_dim)
+    caches = [torch.full((2, 4, 16, head_dim), torch.nan) for _ in "kv"]
+    for cache in caches:
+        for b, length in enumerate(lengths):
+            cache[b, :, :length] = torch.randn(4, length, head_dim)
     key, value = torch.randn(2, 2, 4, 1, head_dim)
     out = fused_attn.decode_attention(query, *caches, cache_lengths=lengths, key=key, value=value)
     for b, length in enumerate(lengths):

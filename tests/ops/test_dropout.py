@@ -15,19 +15,27 @@ from fused_attn.base import philox
 SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 
-def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
+def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None, seed=None):
     """Return a bool tensor that is True for the weights that dropout keeps.
 
     The output equals the weights, because value is the identity.
     """
     batch, heads, seqlen_q, seqlen_k = SHAPE
-    there = {"dtype": dtype, "device": device_of(backend)}
-    torch.manual_seed(11)
-    zeros = torch.zeros(batch, heads, seqlen_q, 8, **there)
-    keys = torch.zeros(batch, heads, seqlen_k, 8, **there)
-    value = torch.eye(seqlen_k, **there).expand(batch, heads, -1, -1)
-    out = F.scaled_dot_product_attention(zeros, keys, value, mask, dropout_p, backend=backend)
+    like = {"dtype": dtype, "device": device_of(backend)}
+    query = torch.zeros(batch, heads, seqlen_q, 8, **like)
+    key = torch.zeros(batch, heads, seqlen_k, 8, **like)
+    value = torch.eye(seqlen_k, **like).expand(batch, heads, -1, -1)
+    if seed is None:
+        torch.manual_seed(11)
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, seed=seed, backend=backend
+    )
     return (out != 0).cpu()
+
+
+def rng_states():
+    """Return the states of torch's generators on the CPU and all GPUs."""
+    return torch.get_rng_state(), *torch.cuda.get_rng_state_all()
 
 
 def expected_by_attention(backend, dropout_p):
@@ -39,21 +47,17 @@ def test_generator_against_known_answers():
     """philox4x32 reproduces Random123's known-answer vectors for philox4x32-7."""
     every = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    for counter, key, want in (
-        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-        ((every,) * 4, (every,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-        (pi, (0xA4093822, 0x299F31D0), (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+    for counter, seed, want in (
+        ((0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((every,) * 4, -1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (pi, 0x299F31D0A4093822, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
     ):
-        seed = key[0] | key[1] << 32
-        seed = seed - (1 << 64) if seed >= 1 << 63 else seed
-        words = philox.philox4x32(
-            tuple(torch.tensor(c) for c in counter), torch.tensor(seed, dtype=torch.int64)
-        )
-        assert tuple(int(w) for w in words) == want
+        words = philox.philox4x32(tuple(map(torch.tensor, counter)), torch.tensor(seed))
+        assert tuple(map(int, words)) == want
 
 
-# A share or correlation of 2^22 decisions has a standard deviation of at most 2^-11. LIMIT counts
-# standard deviations; an error of 0.005 is ten of them, and is found with p > 0.9999998.
+# A share or correlation of 2^22 decisions has a standard deviation of at most 2^-11. LIMIT is a
+# number of standard deviations. An error of 0.005, ten of them, is found with p > 0.9999998.
 DRAWN = (2, 8, 512, 512)
 LIMIT = 5.0
 
@@ -63,7 +67,7 @@ def drawn(seed, dropout_p=0.5):
 
 
 @pytest.mark.parametrize("dropout_p", [2.0**-16, 0.1, 0.5, 0.9])
-def test_share_that_is_kept(dropout_p):
+def test_share_of_kept_weights(dropout_p):
     keep = drawn(-5, dropout_p)
     step = round(dropout_p * 65536) / 65536
     deviation = (step * (1 - step) / keep.numel()) ** 0.5
@@ -75,15 +79,12 @@ def test_decisions_are_independent():
     signs = drawn(7).double() * 2 - 1
     pairs = {f"seed + {1 << e}": drawn(7 + (1 << e)).double() * 2 - 1 for e in (0, 1, 31, 32, 48)}
     correlations = {name: (signs * other).mean() for name, other in pairs.items()}
-    for dim in range(4):
-        for apart in (1, 2, 3, 4, 7, 8, 16, 32, 64, 256):
-            if apart >= DRAWN[dim]:
-                continue
-            length = DRAWN[dim] - apart
-            one, two = signs.narrow(dim, 0, length), signs.narrow(dim, apart, length)
+    for dim, size in enumerate(DRAWN):
+        for apart in (n for n in (1, 2, 3, 4, 7, 8, 16, 32, 64, 256) if n < size):
+            one, two = signs.narrow(dim, 0, size - apart), signs.narrow(dim, apart, size - apart)
             # Scaled so that all correlations have the standard deviation of a mean over `signs`.
-            share = (one.numel() / signs.numel()) ** 0.5
-            correlations[f"dim {dim}, {apart} apart"] = (one * two).mean() * share
+            scale = (one.numel() / signs.numel()) ** 0.5
+            correlations[f"dim {dim}, {apart} apart"] = (one * two).mean() * scale
     worst = max(correlations, key=lambda name: abs(correlations[name]))
     assert abs(correlations[worst]) < LIMIT * signs.numel() ** -0.5, worst
 
@@ -101,7 +102,7 @@ def test_decisions_of_a_counter():
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
+def test_attention_mask(dtype, dropout_p, backend):
     """Attention drops the weights that philox.attention_keep drops, in each dtype."""
     got = kept_by_attention(backend, dropout_p, dtype)
     assert torch.equal(got, expected_by_attention(backend, dropout_p))
@@ -112,13 +113,13 @@ def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
 def test_attention_mask_on_every_isa_and_number_of_threads(number, isa):
     assert cpp.isa() == isa
     with use_threads(number):
-        got = kept_by_attention("cpp", 0.3)
-    assert torch.equal(got, expected_by_attention("cpp", 0.3))
+        test_attention_mask(torch.float32, 0.3, "cpp")
 
 
 @pytest.mark.parametrize("dropout_p", [2.0**-18, 2.0**-16, 1 - 2.0**-16, 1 - 2.0**-18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_first_and_last_steps_of_dropout_p(dtype, dropout_p, isa):
+def test_dropout_p_near_0_and_1(dtype, dropout_p, isa):
+    """dropout_p is rounded to a multiple of 2**-16 in attention and in norms."""
     got = kept_by_attention("cpp", dropout_p, dtype)
     x = torch.ones(30, 193, dtype=dtype)
     options = {"dropout_p": dropout_p, "seed": 3, "return_residual": True, "backend": "cpp"}
@@ -170,44 +171,33 @@ SEEDS = [0, 7, -3, (1 << 63) + 5, (1 << 64) - 1]
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seed_of_the_caller(seed, backend):
-    batch, heads, seqlen_q, seqlen_k = SHAPE
-    device = device_of(backend)
-    query = torch.zeros(batch, heads, seqlen_q, 8, device=device)
-    key = torch.zeros(batch, heads, seqlen_k, 8, device=device)
-    value = torch.eye(seqlen_k, device=device).expand(batch, heads, -1, -1)
-    before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    """The argument `seed` determines the dropout mask, and torch's generators are not used."""
+    before = rng_states()
     signed = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed)
     keep = philox.attention_keep(signed, 0.3, *SHAPE)
-    numbers = [seed, numpy.uint64(seed)] if seed >= 0 else [seed, numpy.int64(seed)]
-    for given in (*numbers, signed.to(device)):
-        out = F.scaled_dot_product_attention(
-            query, key, value, None, 0.3, seed=given, backend=backend
-        )
-        assert torch.equal((out != 0).cpu(), keep)
-    x = torch.ones(50, 40, device=device)
+    scalar = numpy.uint64(seed) if seed >= 0 else numpy.int64(seed)
+    for same in (seed, scalar, signed.to(device_of(backend))):
+        assert torch.equal(kept_by_attention(backend, 0.3, seed=same), keep)
+    x = torch.ones(50, 40, device=device_of(backend))
+    options = {"dropout_p": 0.3, "seed": seed, "return_residual": True, "backend": backend}
     for norm in (F.layer_norm, F.rms_norm):
-        options = {"dropout_p": 0.3, "seed": seed, "return_residual": True, "backend": backend}
         total = norm(x, 40, **options)[1].cpu()
         assert torch.equal(total != 0, philox.norm_keep(signed, 0.3, 50, 40))
-    after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
-    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, before, rng_states()))
 
 
 def test_seed_of_packed_sequences():
-    query, key, value = torch.randn(3, 12, 2, 8, generator=torch.Generator().manual_seed(1))
-    cu_seqlens = torch.tensor([0, 5, 12])
-    got = varlen_attention(
-        query, key, value, cu_seqlens, cu_seqlens, 7, 7, dropout_p=0.4, seed=9, backend="cpp"
-    )
-    want = varlen_attention(
-        query, key, value, cu_seqlens, cu_seqlens, 7, 7, dropout_p=0.4, seed=9, backend="eager"
+    qkv, ends = torch.randn(3, 12, 2, 8), torch.tensor([0, 5, 12])
+    got, want = (
+        varlen_attention(*qkv, ends, ends, 7, 7, dropout_p=0.4, seed=9, backend=backend)
+        for backend in ("cpp", "eager")
     )
     torch.testing.assert_close(got, want)
 
 
 def test_compiled_with_a_seed():
     """A compiled call accepts changing int seeds and equals a plain call with a NumPy seed."""
-    x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(1, 2, 40, 8, requires_grad=True)
 
     def step(x, seed):
         return F.scaled_dot_product_attention(x, x, x, None, 0.4, seed=seed)
@@ -216,8 +206,8 @@ def test_compiled_with_a_seed():
     for seed in (7, 8, 9):
         got, want = compiled(x, seed), step(x, numpy.int64(seed))
         assert torch.equal(got, want)
-        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (got, want)]
-        torch.testing.assert_close(*grads)  # sums of three terms in any order
+        # Each gradient is a sum of three terms, whose order is not defined.
+        torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x) for out in (got, want)))
 
 
 def test_invalid_seeds():
@@ -236,12 +226,11 @@ def test_invalid_seeds():
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_dropout_of_everything_and_of_nothing(backend):
+    """With dropout_p 1, output and gradients are 0; with 0, no seed is drawn."""
     x = torch.randn(1, 2, 20, 8, device=device_of(backend), requires_grad=True)
     out = F.scaled_dot_product_attention(x, x, x, None, 1.0, backend=backend)
-    assert out.eq(0).all()
     out.sum().backward()
-    assert x.grad.eq(0).all()
-    before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    assert out.eq(0).all() and x.grad.eq(0).all()
+    before = rng_states()
     F.scaled_dot_product_attention(x, x, x, None, 0.0, backend=backend)
-    after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
-    assert all(map(torch.equal, before, after))  # no seed was drawn
+    assert all(map(torch.equal, before, rng_states()))

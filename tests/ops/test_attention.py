@@ -193,7 +193,7 @@ def test_empty_tensors(dtype, backend):
         assert out.eq(0).all() and lse.eq(float("-inf")).all()
         out.sum().backward()
         assert all(t.grad is None or t.grad.eq(0).all() for t in tensors)
-        with torch.no_grad():  # decode kernels
+        with torch.no_grad():  # runs decode kernels
             out = F.scaled_dot_product_attention(*tensors, backend=backend)
         assert out.shape == (batch, heads, seqlen_q, 8) and out.eq(0).all()
 
@@ -202,7 +202,7 @@ SEQLEN_Q, SEQLEN_K = 75, 210
 
 
 def mask_and_visible_keys(kind):
-    """Return a mask, and a bool tensor (batch, seqlen_k) that is True for keys of any query."""
+    """Return a mask, and which keys any query attends to, as a bool tensor (batch, seqlen_k)."""
     lengths, position = torch.tensor([133, 40]), torch.arange(SEQLEN_K)
     real, offset = position < lengths[:, None], SEQLEN_K - SEQLEN_Q
     if kind == "padding":

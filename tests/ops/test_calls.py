@@ -111,7 +111,7 @@ def test_options_that_may_change():
 
 
 def test_pooled_outputs_do_not_share_memory():
-    """The memory pool of large outputs reuses no memory of a live output or of a live view."""
+    """The pool does not reuse the memory of live outputs or of their live views."""
     q, k, v = qkv(2, 8, 512, 64)
     first, again = ([F.scaled_dot_product_attention(q, k, v + i) for i in range(4)] for _ in "ab")
     assert all(map(torch.equal, first, again))
@@ -156,7 +156,7 @@ def test_small_blocks_do_not_displace_a_large_one_from_the_pool():
 
 
 def test_pooled_outputs_can_be_changed_in_place():
-    """Pooled outputs are no views, which autograd does not allow to be changed in place."""
+    """Pooled outputs are not views, so autograd allows in-place changes."""
     x, weight, bias = (torch.ones(s, requires_grad=True) for s in ((1024, 512), 512, 512))
     out = F.layer_norm(x, 512, weight, bias)
     out.mul_(2.0)
@@ -195,7 +195,7 @@ def test_cuda_graph_capture_bypasses_the_mask_cache(monkeypatch):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Return a mock of is_current_stream_capturing, and begin without captured graphs."""
+    """Return a mock of is_current_stream_capturing, and forget the values of captured graphs."""
     monkeypatch.setattr(memo, "stream_of", lambda device: 7)
     monkeypatch.setattr(memo, "_of_graphs", {})
     with mock.patch.object(torch.cuda, "is_current_stream_capturing") as captures:
@@ -217,7 +217,7 @@ def test_a_captured_graph_keeps_the_cached_values_that_it_reads(captures):
 
 
 def test_a_value_computed_in_a_captured_graph_is_not_cached(captures):
-    """A value that the replay of one graph computes is not available to another graph."""
+    """Another graph may be replayed before the graph that computes the value."""
     cached = {}
     captures.return_value = True
     first, second = recalled(cached), recalled(cached)

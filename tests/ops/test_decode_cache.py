@@ -27,7 +27,7 @@ from fused_attn.call import handlers
 from fused_attn.ops import decode_step
 
 CAPACITY, PAGE = 304, 16
-# Number of new positions -> lengths before the step: empty, short, and filling the cache after it.
+# Number of new positions -> cache lengths before the step, after which the last cache is full.
 LENGTHS = {0: (0, 37, CAPACITY), 1: (0, 37, CAPACITY - 1), 19: (0, 37, CAPACITY - 19)}
 LAYOUTS = ["whole", "pages", "transposed"]
 KERNELS_OF_CACHES = [
@@ -104,7 +104,7 @@ def cached(lengths, new, layout, mask=None, **options):
             visible = masks.padding(ends.flatten())
             visible = visible if moved is None else moved & visible
             rest = dict(options)
-            if rest.pop("is_causal", True):  # not `causal`, whose diagonal depends on the mask
+            if rest.pop("is_causal", True):  # not causal(): its diagonal depends on the padding
                 rows = ends - query.shape[2] + torch.arange(query.shape[2]).view(-1, 1)
                 visible &= masks.dense(torch.arange(key.shape[2]) <= rows)
             return F.scaled_dot_product_attention(
@@ -387,7 +387,7 @@ def test_caches_made_in_inference_mode_cannot_be_written_outside_of_it():
 
 @pytest.mark.parametrize("layout", ["whole", "transposed"])
 def test_rows_appended_by_torch_and_by_the_module(layout, monkeypatch):
-    """Results are bitwise equal if torch, which appends long prompts, appends short ones too."""
+    """Results are bitwise equal whether torch or the compiled module appends the new rows."""
     tensors, results = random_qkv(3, 4, 2, 19, CAPACITY, 8), []
     for limit in (cpp._MAX_APPENDED, -1):
         monkeypatch.setattr(cpp, "_MAX_APPENDED", limit)

@@ -324,7 +324,7 @@ def test_unsupported_calls():
 
 
 def test_errors_name_the_backend_variable(monkeypatch):
-    """Errors name FUSED_ATTN_BACKEND if it, and not backend=, selects the backend."""
+    """Errors name FUSED_ATTN_BACKEND if it selects the backend, but not if backend= does."""
     monkeypatch.setenv("FUSED_ATTN_BACKEND", "sdpa")
     with pytest.raises(NotImplementedError, match=r"\(FUSED_ATTN_BACKEND=sdpa rules out"):
         sdpa(softcap=2.0)

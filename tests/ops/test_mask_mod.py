@@ -80,7 +80,7 @@ def test_same_positions_as_in_flex_attention(mask_mod, kind, chunk, monkeypatch)
 
 @pytest.mark.parametrize(("name", "heads"), [("windows of heads", H), ("table", H), ("dilated", 1)])
 def test_tables(name, heads):
-    """Intervals and bits have one head, unless mask_mod depends on it; CUDA masks are dense."""
+    """A table has several heads only if mask_mod depends on the head; on CUDA, masks are dense."""
     spec = spec_of_mask(masks.from_mask_mod(MODS[name][0]), B, H, LQ, LK, torch.device("cpu"))
     table = spec.intervals if spec.bits is None else spec.bits
     assert table.shape[:2] == (1, heads)
@@ -248,7 +248,7 @@ ENDS = torch.tensor([9, 9])
 
 
 class OfEnds:
-    """A mask function with a tensor as attribute."""
+    """Mask function that is an object with a tensor as attribute."""
 
     def __init__(self, ends):
         self.ends = ends
@@ -265,7 +265,7 @@ def made_late():
 
 
 class Owner(SimpleNamespace):
-    """An object without a hash, because it defines equality."""
+    """Unhashable object with a mask function as method."""
 
     def mask_mod(self, b, h, q, k):
         return k < self.ends[b]

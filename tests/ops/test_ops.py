@@ -252,7 +252,7 @@ def test_autocast(backend):
     assert normed.dtype == torch.float32
     out.float().sum().backward()
     assert leaf.grad.dtype == torch.float32
-    # This call also needs grad: training forwards divide by the sum of the rounded weights.
+    # The direct call needs grad too: forwards with and without gradients round differently.
     half = [t.bfloat16() for t in (leaf, key, value)]
     direct = F.scaled_dot_product_attention(*half, enable_gqa=True, backend=backend)
     assert torch.equal(out, direct)

@@ -18,7 +18,7 @@ POSITIONS = torch.tensor([[4, 8, 0, 1, 2, 2, 9], [7, 7, 7, 3, 1, 0, 5]])
 
 
 def by_hand(x, cos, sin, positions=None, interleaved=False):
-    """Compute equation 34 of RoFormer as x * cos + partner * (+-sin), by dimension."""
+    """Apply equation 34 of RoFormer to each dimension: x * cos + partner * (+-sin)."""
     head_dim, width = x.shape[-1], cos.shape[-1]
     rotary_dim = head_dim if width == head_dim else 2 * width
     dims = torch.arange(rotary_dim)
@@ -169,15 +169,12 @@ def test_errors(change, error, message):
         F.rotary_embedding(**arguments)
 
 
-# ---- decoding -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 2), (0, 0)], ids=str)
 @pytest.mark.parametrize("seqlen_new", [0, 1, 4])
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_rotated_cache(masked, paged, seqlen_new, lengths):
-    """decode_attention with rotary tables gives the outputs and caches of a pre-rotated call."""
+    """decode_attention with rotary tables equals a call with rotated query and key."""
     if not seqlen_new and not min(lengths):
         pytest.skip("reason: no keys at all")
     draw = drawn(8)

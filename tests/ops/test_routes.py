@@ -193,8 +193,6 @@ def test_calls_that_are_validated(validated):
         assert len(validated) == number
 
 
-# ---- packed sequences ---------------------------------------------------------------------------
-
 CU_SEQLENS = torch.tensor([0, 9, 9, 30, 47], dtype=torch.int32)
 
 

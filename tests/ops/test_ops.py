@@ -225,7 +225,6 @@ def test_compile_avoids_is_autocast_available(monkeypatch):
 
 
 def test_one_tensor_as_several_operands_of_a_compiled_call():
-
     def attend(x):
         out = F.scaled_dot_product_attention(x, x, x)
         weighed, weights = attention_with_weights(out, out, out)

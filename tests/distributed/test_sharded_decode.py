@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import decode_on_rank
 from helpers import assert_contract, drawn
+from ring_cases import decode_on_rank
 
 import fused_attn
 from fused_attn import masks

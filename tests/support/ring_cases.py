@@ -30,7 +30,7 @@ class Case:
         mesh: shape of the mesh.
         shardings: Shardings of queries and of keys.
         mask: mask of the complete sequence, or None.
-        options: further keyword arguments.
+        options: further keyword arguments of the call.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Case:
     def of(self, ranks: Processes) -> Callable[..., Callable[..., tuple]]:
         """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`.
 
-        The backend "eager" computes in this process; with all others, the ranks compute.
+        The backend "eager" runs in this process, and all others on the ranks.
         """
 
         def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -87,13 +87,12 @@ class Case:
         for name in results[0]:
             parts = [result[name] for result in results]
             if name == "grad_bias":
-                whole[name] = torch.stack([p.double() for p in parts]).sum(0).to(parts[0].dtype)
+                whole[name] = torch.stack(parts).double().sum(0).to(parts[0].dtype)
                 continue
             sharding = self.shardings[0 if name in ("out", "lse", "grad_query") else 1]
-            dim = self.row_dim + (1 if name == "lse" and not self.packed else 0)
-            dim = -1 if name == "lse" else dim
+            dim = -1 if name == "lse" else self.row_dim
             order = torch.cat([sharding.positions(rank) for rank in range(sharding.ranks)])
-            whole[name] = torch.cat(parts, dim=dim).index_select(dim, order.argsort())
+            whole[name] = torch.cat(parts, dim).index_select(dim, order.argsort())
         return whole
 
     @property
@@ -108,37 +107,39 @@ def covered(
     sizes: tuple[int, int],
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """For each pair of a query and a key, count the blocks on all ranks that cover it."""
+    """Return, for each query and key, how many blocks of the plans of all ranks contain the pair.
+
+    Args:
+        sizes: numbers of queries and keys.
+        starts: for packed sequences, the first query and the first key of each.
+    """
     count = torch.zeros(sizes, dtype=torch.int64)
-    ranks = len(plans)
     for rank, plan in enumerate(plans):
         own = shardings[0].positions(rank)
         for s, step in enumerate(plan.steps):
-            peer = (rank - s) % ranks
+            peer = (rank - s) % len(plans)
             theirs = shardings[1].positions(peer)
             rows = [i for part in step.wanted for i in part]
             sent = [i for part in plans[peer].steps[s].sent for i in part]
-            assert rows == sent, "a rank expects other rows than its peer sends"
+            assert rows == sent, "a rank expects rows other than those sent"
             for block in step.blocks:
                 assert [rows[i] for i in block.received] == list(block.keys.rows)
                 q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]
                 count[q[:, None], k] += 1
-                offsets = [0, 0]
-                if starts is not None:
-                    offsets = [of[block.queries.sequence] for of in starts]
+                offsets = [of[block.queries.sequence] for of in starts] if starts else [0, 0]
                 assert (q - offsets[0]).tolist() == list(block.queries.positions)
                 assert (k - offsets[1]).tolist() == list(block.keys.positions)
     return count
 
 
-def with_bias(mask: Any, bias: Tensor | None) -> Any:
+def with_bias(mask: Any, bias: Tensor | None = None) -> Any:
     if bias is None:
         return mask
     return masks.bias(bias) if mask is None else mask & masks.bias(bias)
 
 
 class OnRanks(Function):
-    """Distributed attention of complete tensors; its backward repeats the forward on the ranks."""
+    """Distributed attention of complete tensors; its backward runs the forward again."""
 
     @staticmethod
     def forward(
@@ -164,29 +165,22 @@ def run_on_rank(
 ) -> dict[str, Tensor]:
     """Return this rank's rows of out and lse, or its gradients if grad_out is given."""
     rank, dim = dist.get_rank(), case.row_dim
-    positions = [sharding.positions(rank) for sharding in case.shardings]
-    at = positions[0], positions[1], positions[1]
-    backward = grad_out is not None
-    leaves = [
-        t.index_select(dim, rows).requires_grad_(backward)
-        for t, rows in zip(tensors[:3], at, strict=True)
-    ]
-    bias = None if tensors[3] is None else tensors[3].clone().requires_grad_(backward)
+    of_q, of_k = (sharding.positions(rank) for sharding in case.shardings)
+    leaves = [t.index_select(dim, i) for t, i in zip(tensors[:3], (of_q, of_k, of_k), strict=True)]
+    if tensors[3] is not None:
+        leaves.append(tensors[3].clone())
+    for leaf in leaves:
+        leaf.requires_grad_(grad_out is not None)
     function = getattr(distributed, f"{case.method}_attention")
+    mask = with_bias(case.mask, *leaves[3:])
     out, lse = function(
-        *leaves,
-        with_bias(case.mask, bias),
-        positions=case.shardings,
-        mesh=mesh_of(case.mesh),
-        return_lse=True,
+        *leaves[:3], mask, positions=case.shardings, mesh=mesh_of(case.mesh), return_lse=True,
         **case.options,
-    )
+    )  # fmt: skip
     if grad_out is None:
         return {"out": out, "lse": lse}
-    given = grad_out.index_select(dim, positions[0]), grad_lse.index_select(-1, positions[0])
-    grads = torch.autograd.grad(
-        (out, lse), [*leaves, *([] if bias is None else [bias])], given, allow_unused=True
-    )
+    given = grad_out.index_select(dim, of_q), grad_lse.index_select(-1, of_q)
+    grads = torch.autograd.grad((out, lse), leaves, given, allow_unused=True)
     return {f"grad_{n}": g for n, g in zip(("query", "key", "value", "bias"), grads, strict=False)}
 
 
@@ -197,7 +191,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 
 def run_both_on_rank(cases: list[Case], tensors: list) -> list[dict[str, Any]]:
-    """Return the results of cases whose masks share tensors, as they do in a model."""
+    """Return the results of cases whose masks share tensors, like the layers of a model."""
     return [{"rank": dist.get_rank(), **run_on_rank(case, tensors, None, None)} for case in cases]
 
 
@@ -215,36 +209,60 @@ def second_derivative() -> str:
 
 def cross_attention(method: str, mesh: tuple[int, ...]) -> None:
     """Assert that cross-attention is correct if only some ranks have as many queries as keys."""
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     rows_q, rows_k = [4, 6, 0, 3], [4, 8, 5, 3]
-    query = torch.randn(1, 4, sum(rows_q), 8, generator=generator)
-    key, value = torch.randn(2, 1, 4, sum(rows_k), 8, generator=generator)
-    function = getattr(distributed, f"{method}_attention")
-    of_rank = query.split(rows_q, 2)[rank], key.split(rows_k, 2)[rank], value.split(rows_k, 2)[rank]
-    out = function(*of_rank, mesh=mesh_of(mesh))
-    expected = fused_attn.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(out, expected.split(rows_q, 2)[rank])
+    tensors = [torch.randn(1, 4, sum(rows), 8) for rows in (rows_q, rows_k, rows_k)]
+    tensors.append(fused_attn.scaled_dot_product_attention(*tensors))
+    *of_rank, expected = (
+        t.split(rows, 2)[dist.get_rank()]
+        for t, rows in zip(tensors, (rows_q, rows_k, rows_k, rows_q), strict=True)
+    )
+    out = getattr(distributed, f"{method}_attention")(*of_rank, mesh=mesh_of(mesh))
+    torch.testing.assert_close(out, expected)
 
 
 def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
-    """Return `run_on_rank(*args)` with the keys of `ahead` steps in flight."""
+    """Return `run_on_rank(*args)`, where each rank receives keys up to `ahead` steps in advance."""
     with mock.patch.object(ring, "AHEAD", ahead):
         return run_on_rank(*args)
 
 
 def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> None:
     """Assert that positions given as tensors give the same results as Shardings."""
-    rank = dist.get_rank()
-    rows = [sharding.positions(rank) for sharding in shardings]
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, shardings[0].length, 8, generator=generator)[:, :, rows[0]]
-    key = torch.randn(1, 4, shardings[1].length, 8, generator=generator)[:, :, rows[1]]
+    rows = tuple(sharding.positions(dist.get_rank()) for sharding in shardings)
+    query, key = (torch.randn(1, 4, len(positions), 8) for positions in rows)
     function = getattr(distributed, f"{method}_attention")
-    same = shardings[0] == shardings[1]
+    as_tensors = rows[0] if shardings[0] == shardings[1] else rows
     for mask in (masks.causal(), None):
         results = [
             function(query, key, key, mask, positions=positions, mesh=mesh_of(mesh))
-            for positions in (shardings, rows[0] if same else tuple(rows))
+            for positions in (shardings, as_tensors)
         ]
         assert torch.equal(*results)
+
+
+def decode_on_rank(
+    tensors: dict[str, Tensor], lengths: list[int], sharding: Sharding, steps: tuple[int, ...],
+    mask: Any, options: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+    """Return out and lse of each decoding step, and this rank's key cache after the last step.
+
+    Args:
+        tensors: query, key and value of all steps, and the filled caches.
+        lengths: cached positions before the first step.
+        steps: number of new positions in each step.
+    """
+    positions = sharding.positions(dist.get_rank())
+    caches = [tensors[f"{n}_cache"].index_select(2, positions) for n in ("key", "value")]
+    total, outs, lses = torch.tensor(lengths), [], []
+    parts = zip(*(tensors[n].split(steps, 2) for n in ("query", "key", "value")), strict=True)
+    for query, key, value in parts:
+        out, lse = distributed.decode_attention(
+            query, *caches, cache_lengths=total, positions=sharding,
+            mesh=mesh_of((dist.get_world_size(),)), key=key, value=value, attn_mask=mask,
+            return_lse=True, **options,
+        )  # fmt: skip
+        outs.append(out)
+        lses.append(lse)
+        total = total + key.shape[2]
+    return outs, lses, caches[0]

@@ -1,6 +1,6 @@
 """Functions that the ranks of tests/distributed/test_tensor_parallel.py run.
 
-Each function compares sharded calls with the same calls in one process.
+Each function returns the results of calls on shards and of the same calls in one process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ attend = fused_attn.scaled_dot_product_attention
 PLACEMENTS = {"batch": Shard(0), "heads": Shard(1), "replicated": Replicate()}
 DROPOUT_P = 0.3
 normal = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
-Pairs = dict[str, tuple[Tensor, Tensor]]  # results of the shards, and of one process, by name
+Pairs = dict[str, tuple[Tensor, Tensor]]  # name -> results of the shards and of one process
 
 
 @functools.cache
@@ -36,6 +37,11 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 def full(tensor: Any) -> Any:
     """Return the global tensor of a DTensor; other values are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(tensors: Sequence[Tensor], mesh: DeviceMesh, *places: Any) -> list[Tensor]:
+    """Distribute tensors; return DTensors that require grad."""
+    return [distribute_tensor(t.detach(), mesh, places).requires_grad_() for t in tensors]
 
 
 def results(outs: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -60,7 +66,7 @@ def qkv() -> list[Tensor]:
 
 
 def all_masks() -> dict[str, Any]:
-    """Return masks of all kinds, the same on all ranks; biases require grad."""
+    """Return a mask of each kind, identical on all ranks; biases require grad."""
     torch.manual_seed(2)
     whole = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
     lengths = torch.tensor([11, 0, 7])
@@ -87,22 +93,16 @@ def all_masks() -> dict[str, Any]:
 
 def attention(placed: str, dropout_p: float) -> Pairs:
     """Return outputs, lse and gradients with plain mask tensors; each rank has a different seed."""
-    mesh, found = mesh_of(2), {}
+    mesh, place, found = mesh_of(2), PLACEMENTS[placed], {}
+    call = functools.partial(attend, dropout_p=dropout_p, enable_gqa=True, return_lse=True)
     for kind, mask in all_masks().items():
         leaves, of_mask = qkv(), [mask] if kind.startswith("bias") else []
-
-        def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-            return fused_attn.scaled_dot_product_attention(
-                q, k, v, mask, dropout_p, enable_gqa=True, return_lse=True
-            )
-
         torch.manual_seed(1)
         want = results(call(*leaves, mask), [*leaves, *of_mask])
         torch.manual_seed(1 + mesh.get_local_rank())
-        place = [PLACEMENTS[placed]]
-        shards = [distribute_tensor(t.detach(), mesh, place).requires_grad_() for t in leaves]
+        shards = shards_of(leaves, mesh, place)
         outs = call(*shards, mask)
-        assert all(out.placements == tuple(place) for out in outs)
+        assert all(out.placements == (place,) for out in outs)
         found |= pairs(kind, results(outs, [*shards, *of_mask]), want)
     return found
 
@@ -112,28 +112,21 @@ def dtensor_masks(placed: str) -> Pairs:
     mesh, found = mesh_of(2), {}
     leaves, bias = qkv(), all_masks()["bias of heads"]
     sinks = normal(HEADS)
-
-    def call(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> Any:
-        return fused_attn.scaled_dot_product_attention(
-            q, k, v, mask, enable_gqa=True, sinks=sinks, return_lse=True
-        )
-
-    want = results(call(*leaves, bias, sinks), [*leaves, bias, sinks])
+    call = functools.partial(attend, enable_gqa=True, sinks=sinks, return_lse=True)
+    want = results(call(*leaves, bias), [*leaves, bias, sinks])
     for layout in (Replicate(), Shard(1), Shard(3)):
-        shards = [
-            distribute_tensor(t.detach(), mesh, [place]).requires_grad_()
-            for t, place in zip((*leaves, bias), [PLACEMENTS[placed]] * 3 + [layout], strict=True)
-        ]
-        got = results(call(*shards, sinks), [*shards, sinks])
-        found |= pairs(str(layout), got, want)
+        shards = shards_of(leaves, mesh, PLACEMENTS[placed]) + shards_of([bias], mesh, layout)
+        found |= pairs(str(layout), results(call(*shards), [*shards, sinks]), want)
     return found
 
 
 def cached_masks() -> tuple[bool, Pairs]:
-    """Return True if two calls share a shard's mask, and results that cover a second sharding."""
+    """Return results of three calls with one mask, and True if two equal shardings share its shard.
+
+    The third call has another sharding.
+    """
     from fused_attn.distributed import dtensors
 
-    mesh = mesh_of(2)
     leaves, mask = qkv(), all_masks()["dense"]
     specs, found = [], {}
     inner = dtensors._local_attention
@@ -143,36 +136,30 @@ def cached_masks() -> tuple[bool, Pairs]:
         specs.append(results[0].mask)
         return results
 
-    dtensors._local_attention = spied
-    try:
-        want = results(attend(*leaves, mask, enable_gqa=True), leaves)
+    want = results(attend(*leaves, mask, enable_gqa=True), leaves)
+    with mock.patch.object(dtensors, "_local_attention", spied):
         for name in ("heads", "heads", "batch"):
-            shards = [distribute_tensor(t.detach(), mesh, [PLACEMENTS[name]]) for t in leaves]
-            shards = [shard.requires_grad_() for shard in shards]
+            shards = shards_of(leaves, mesh_of(2), PLACEMENTS[name])
             out = attend(*shards, mask, enable_gqa=True)
             found |= pairs(f"{len(specs)}", results(out, shards), want)
-    finally:
-        dtensors._local_attention = inner
     return specs[0] is specs[1], found
 
 
 def redistributed() -> Pairs:
     """Return results for unsupported placements, and for heads that do not divide evenly."""
     mesh, found = mesh_of(2), {}
-    whole = qkv()
+    query, key, value = qkv()
     for name, heads, place in (
         ("queries", HEADS, Shard(2)), ("sum", HEADS, Partial()), ("three heads", 3, Shard(1))
     ):  # fmt: skip
-        leaves = [t.detach()[:, : heads if i == 0 else 1] for i, t in enumerate(whole)]
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        want = results(fused_attn.scaled_dot_product_attention(*leaves), leaves)
-        shards = [distribute_tensor(t.detach(), mesh, [Replicate()]) for t in leaves]
+        leaves = [t.detach().requires_grad_() for t in (query[:, :heads], key[:, :1], value[:, :1])]
+        want = results(attend(*leaves), leaves)
+        shards = shards_of(leaves, mesh, Replicate())
         if place == Partial():
-            shards[0] = DTensor.from_local(leaves[0].detach() / 2, mesh, [place])
+            shards[0] = DTensor.from_local(leaves[0].detach() / 2, mesh, [place]).requires_grad_()
         else:
-            shards[0] = shards[0].redistribute(mesh, [place])
-        shards = [shard.requires_grad_() for shard in shards]
-        out = fused_attn.scaled_dot_product_attention(*shards)
+            shards[:1] = shards_of(leaves[:1], mesh, place)
+        out = attend(*shards)
         assert out.placements == (Replicate(),)
         found |= pairs(name, results(out, shards), want)
     return found
@@ -182,69 +169,57 @@ def norms(dropout_p: float, rms: bool) -> Pairs:
     """Return results of norms on shards of each dimension, with plain and distributed weights."""
     mesh, found = mesh_of(2), {}
     torch.manual_seed(0)
-    x, residual, weight, bias = normal(3, 6, 16), normal(3, 6, 16), normal(16), normal(16)
+    inputs, weights = [normal(3, 6, 16), normal(3, 6, 16)], [normal(16) for _ in range(2 - rms)]
+    function = fused_attn.rms_norm if rms else fused_attn.layer_norm
 
-    def call(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    def call(x: Any, residual: Any, *weights: Any) -> Any:
         rest = {"residual": residual, "dropout_p": dropout_p, "return_residual": True}
-        if rms:
-            return fused_attn.rms_norm(x, 16, weight, **rest)
-        return fused_attn.layer_norm(x, 16, weight, bias, **rest)
+        return function(x, 16, *weights, **rest)
 
-    own = [weight] if rms else [weight, bias]
     torch.manual_seed(1)
-    want = results(call(x, residual, weight, bias), [x, residual, *own])
+    want = results(call(*inputs, *weights), [*inputs, *weights])
     for place in (Shard(0), Shard(1), Shard(2), Replicate()):
         for distributed in (False, True):
-            given = [distribute_tensor(t.detach(), mesh, [place]) for t in (x, residual)]
-            given = [t.requires_grad_() for t in given]
-            params = [weight, bias]
-            if distributed:
-                params = [distribute_tensor(t.detach(), mesh, [Replicate()]) for t in params]
-                params = [t.requires_grad_() for t in params]
+            leaves = shards_of(inputs, mesh, place)
+            leaves += shards_of(weights, mesh, Replicate()) if distributed else weights
             torch.manual_seed(1 + mesh.get_local_rank())
-            got = results(call(*given, *params), [*given, *params[: len(own)]])
-            found |= pairs(f"{place}, {distributed}", got, want)
+            found |= pairs(f"{place}, {distributed}", results(call(*leaves), leaves), want)
     return found
 
 
 def compiled_calls() -> Pairs:
-    """Return results of attention and a norm on DTensors, each compiled in one graph."""
-    mesh, found = mesh_of(2), {}
-    leaves, bias = qkv(), all_masks()["bias of heads"]
-    weight = normal(HEAD_DIM)
+    """Return results of attention and a norm on DTensors, compiled into one graph."""
+    leaves, plain, found = qkv(), [all_masks()["bias of heads"], normal(HEAD_DIM)], {}
 
     def call(q: Any, k: Any, v: Any, bias: Any, weight: Any) -> Any:
-        out = fused_attn.scaled_dot_product_attention(
-            q, k, v, bias, DROPOUT_P, enable_gqa=True, seed=5
-        )
+        out = attend(q, k, v, bias, DROPOUT_P, enable_gqa=True, seed=5)
         return fused_attn.rms_norm(out, HEAD_DIM, weight)
 
-    want = results(call(*leaves, bias, weight), [*leaves, bias, weight])
+    want = results(call(*leaves, *plain), [*leaves, *plain])
     for name in ("batch", "heads"):
         torch._dynamo.reset()
         graph = torch.compile(call, backend="aot_eager", fullgraph=True)
-        shards = [distribute_tensor(t.detach(), mesh, [PLACEMENTS[name]]) for t in leaves]
-        shards = [shard.requires_grad_() for shard in shards]
-        got = results(graph(*shards, bias, weight), [*shards, bias, weight])
-        found |= pairs(name, got, want)
+        given = [*shards_of(leaves, mesh_of(2), PLACEMENTS[name]), *plain]
+        found |= pairs(name, results(graph(*given), given), want)
     return found
 
 
 def two_dimensions() -> Pairs:
     """Return results of attention with dropout on a mesh of two dimensions."""
     mesh, found = mesh_of(2, 2), {}
-    leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv()]
+    leaves = [t.detach()[:2].requires_grad_() for t in qkv()]
     bias = normal(2, HEADS, SEQLEN_Q, SEQLEN_K)
     for name, places in (
         ("batch, heads", (Shard(0), Shard(1))), ("heads, batch", (Shard(1), Shard(0))),
         ("heads, none", (Shard(1), Replicate())), ("batch twice", (Shard(0), Shard(0))),
     ):  # fmt: skip
-        shards = [distribute_tensor(t.detach(), mesh, places).requires_grad_() for t in leaves]
         both = []
-        for q, k, v in (shards, leaves):
-            torch.manual_seed(1 if q is leaves[0] else 1 + torch.distributed.get_rank())
-            out = fused_attn.scaled_dot_product_attention(q, k, v, bias, DROPOUT_P, enable_gqa=True)
-            both.append(results(out, [q, k, v, bias]))
+        for given, seed in (
+            (shards_of(leaves, mesh, *places), 1 + torch.distributed.get_rank()), (leaves, 1)
+        ):  # fmt: skip
+            torch.manual_seed(seed)
+            out = attend(*given, bias, DROPOUT_P, enable_gqa=True)
+            both.append(results(out, [*given, bias]))
         found |= pairs(name, *both)
     return found
 
@@ -253,12 +228,14 @@ def two_dimensions() -> Pairs:
 
 
 def refusals() -> dict[str, str]:
-    """Return a dict from each expected error message to the message that is raised."""
+    """Return the error message of each invalid call, by the message that is expected."""
     from fused_attn.distributed import HeadwiseParallel
 
     mesh = mesh_of(2)
     q, k, v = qkv()
-    shard = distribute_tensor(q.detach(), mesh, [Shard(1)])
+    (shard,) = shards_of([q], mesh, Shard(1))
+    ones = torch.ones(SEQLEN_Q, SEQLEN_Q), torch.ones(HEAD_DIM)
+    mask, weight = shards_of(ones, mesh, Replicate())
     calls: dict[str, Callable[[], Any]] = {
         "num_heads must be divisible by the 2 ranks of the mesh, got 3": lambda: parallelize_module(
             fused_attn.nn.MultiheadAttention(12, 3), mesh, HeadwiseParallel()
@@ -270,11 +247,9 @@ def refusals() -> dict[str, str]:
             shard, k, v, enable_gqa=True
         ),
         "query must be a DTensor (like key), got a Tensor": lambda: attend(q, shard, shard),
-        "query must be a DTensor (like attn_mask), got a Tensor": lambda: attend(
-            q, q, q, distribute_tensor(torch.ones(SEQLEN_Q, SEQLEN_Q), mesh, [Replicate()])
-        ),
+        "query must be a DTensor (like attn_mask), got a Tensor": lambda: attend(q, q, q, mask),
         "input must be a DTensor (like weight), got a Tensor": lambda: fused_attn.rms_norm(
-            q, HEAD_DIM, distribute_tensor(torch.ones(HEAD_DIM), mesh, [Replicate()])
+            q, HEAD_DIM, weight
         ),
     }
     return {message: error_of(call) for message, call in calls.items()}

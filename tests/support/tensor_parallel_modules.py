@@ -1,11 +1,12 @@
 """Functions that the ranks of tests/distributed/test_tensor_parallel.py run on modules.
 
-As in tensor_parallel.py, each function compares the shards with one process.
+As in tensor_parallel.py, each function returns results of the shards and of one process.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fused_attn
 from fused_attn.distributed import parallelize_plan
+
+normal = functools.partial(torch.randn, dtype=torch.float64)
+MODULE = {"batch_first": True, "dtype": torch.float64}
+IGNORED = torch.arange(7) >= torch.tensor([[7], [4], [5]])
+
+
+def encoder_layer(dropout: float = 0.0, **options: Any) -> torch.nn.Module:
+    return fused_attn.nn.TransformerEncoderLayer(16, 4, 32, dropout, **MODULE, **options)
 
 
 def step(model: torch.nn.Module, call: Callable[[Any], Any]) -> list[Tensor]:
@@ -44,16 +53,15 @@ def attention_modules() -> Pairs:
     """Return results of MultiheadAttention with several parameters, masks and outputs."""
     found: Pairs = {}
     torch.manual_seed(0)
-    there = {"dtype": torch.float64}
-    x, y = torch.randn(3, 7, 16, **there), torch.randn(3, 5, 16, **there)
+    x, y = normal(3, 7, 16), normal(3, 5, 16)
     ignored = torch.arange(7) >= torch.tensor([[7], [4], [0]])
-    per_head = torch.randn(3 * 4, 7, 7, **there)
+    per_head = normal(3 * 4, 7, 7)
     options: list[dict[str, Any]] = [
         {}, {"dropout": DROPOUT_P}, {"bias": False},
         {"add_bias_kv": True, "add_zero_attn": True, "dropout": DROPOUT_P},
     ]  # fmt: skip
     for given in options:
-        model = fused_attn.nn.MultiheadAttention(16, 4, batch_first=True, **given, **there)
+        model = fused_attn.nn.MultiheadAttention(16, 4, **given, **MODULE)
         calls: dict[str, Callable[[Any], Any]] = {
             "self": lambda m: m(
                 x, x, x, key_padding_mask=ignored, attn_mask=per_head, need_weights=False
@@ -64,8 +72,8 @@ def attention_modules() -> Pairs:
         }
         for name, call in calls.items():
             found |= compared(f"{given}, {name}", model, call)
-    model = fused_attn.nn.MultiheadAttention(16, 4, batch_first=True, kdim=6, vdim=10, **there)
-    key, value = torch.randn(3, 5, 6, **there), torch.randn(3, 5, 10, **there)
+    model = fused_attn.nn.MultiheadAttention(16, 4, kdim=6, vdim=10, **MODULE)
+    key, value = normal(3, 5, 6), normal(3, 5, 10)
     return found | compared("kdim", model, lambda m: m(x, key, value, is_causal=True))
 
 
@@ -80,25 +88,17 @@ def without_hidden_dropout(model: torch.nn.Module) -> torch.nn.Module:
 def layers() -> Pairs:
     found: Pairs = {}
     torch.manual_seed(0)
-    nn, there = fused_attn.nn, {"batch_first": True, "dtype": torch.float64}
-    x, y = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
-    ignored = torch.arange(7) >= torch.tensor([[7], [4], [5]])
+    x, y = normal(3, 7, 16), normal(3, 5, 16)
+    padded = {"src_key_padding_mask": IGNORED}
     for norm_first in (False, True):
-        given = (16, 4, 32, DROPOUT_P, torch.nn.functional.gelu)
-        encoder = nn.TransformerEncoderLayer(*given, norm_first=norm_first, **there)
-        decoder = nn.TransformerDecoderLayer(*given, norm_first=norm_first, **there)
-        found |= compared(
-            f"encoder, {norm_first}",
-            without_hidden_dropout(encoder),
-            lambda m: m(x, src_key_padding_mask=ignored),
-        )
-        found |= compared(
-            f"decoder, {norm_first}",
-            without_hidden_dropout(decoder),
-            lambda m: m(x, y, tgt_is_causal=True),
-        )
-    model = without_hidden_dropout(nn.Transformer(16, 4, 1, 1, 32, DROPOUT_P, **there))
-    return found | compared("model", model, lambda m: m(x, y, src_key_padding_mask=ignored))
+        options = {"activation": torch.nn.functional.gelu, "norm_first": norm_first}
+        encoder = without_hidden_dropout(encoder_layer(DROPOUT_P, **options))
+        found |= compared(f"encoder, {norm_first}", encoder, lambda m: m(x, **padded))
+        decoder = fused_attn.nn.TransformerDecoderLayer(16, 4, 32, DROPOUT_P, **options, **MODULE)
+        decoder = without_hidden_dropout(decoder)
+        found |= compared(f"decoder, {norm_first}", decoder, lambda m: m(x, y, tgt_is_causal=True))
+    model = fused_attn.nn.Transformer(16, 4, 1, 1, 32, DROPOUT_P, **MODULE)
+    return found | compared("model", without_hidden_dropout(model), lambda m: m(x, y, **padded))
 
 
 def hugging_face() -> Pairs:
@@ -127,11 +127,9 @@ def hugging_face() -> Pairs:
 def decoded() -> Pairs:
     """Return results of decoding with a KV cache, where each rank caches its heads."""
     torch.manual_seed(0)
-    layer = fused_attn.nn.TransformerDecoderLayer(
-        16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
-    )
+    layer = fused_attn.nn.TransformerDecoderLayer(16, 4, 32, 0.0, **MODULE)
     model = fused_attn.nn.TransformerDecoder(layer, 2).eval()
-    memory, x = (torch.randn(2, n, 16, dtype=torch.float64) for n in (5, 3))
+    memory, x = normal(2, 5, 16), normal(2, 3, 16)
 
     def steps(model: Any) -> Tensor:
         cache = model.prepare(memory)
@@ -144,15 +142,7 @@ def decoded() -> Pairs:
 def gpt2_error() -> str:
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(
-        vocab_size=50,
-        n_embd=32,
-        n_layer=1,
-        n_head=4,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=32)
     return error_of(lambda: parallelize_plan(GPT2Model(config)))
 
 
@@ -163,15 +153,12 @@ def sequence_parallel() -> Pairs:
     from fused_attn.distributed import HeadwiseParallel
 
     torch.manual_seed(0)
-    mesh, dtype = mesh_of(2), torch.float64
-    x = torch.randn(3, 6, 16, dtype=dtype)
-    shard = distribute_tensor(x, mesh, [Shard(1)])
+    x = normal(3, 6, 16)
+    shard = distribute_tensor(x, mesh_of(2), [Shard(1)])
     found: Pairs = {}
     for norm in (fused_attn.nn.LayerNorm, fused_attn.nn.RMSNorm):
-        model = torch.nn.ModuleDict(
-            {"norm": norm(16, dtype=dtype), "attention": fused_attn.nn.MultiheadAttention(
-                16, 4, batch_first=True, dtype=dtype)}
-        )  # fmt: skip
+        attention = fused_attn.nn.MultiheadAttention(16, 4, **MODULE)
+        model = torch.nn.ModuleDict({"norm": norm(16, dtype=x.dtype), "attention": attention})
         torch.nn.init.normal_(model["norm"].weight)
 
         def call(model: Any, x: Any) -> Any:
@@ -185,7 +172,7 @@ def sequence_parallel() -> Pairs:
                 input_layouts=Shard(1), output_layouts=Shard(1), use_local_output=False
             ),
         }
-        parallelize_module(split, mesh, plan)
+        parallelize_module(split, mesh_of(2), plan)
         found |= pairs(
             norm.__name__, step(split, lambda m: call(m, shard)), step(model, lambda m: call(m, x))
         )
@@ -214,29 +201,18 @@ def checkpointed() -> Pairs:
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(0)
-    layer = fused_attn.nn.TransformerEncoderLayer(
-        16, 4, 32, DROPOUT_P, batch_first=True, dtype=torch.float64
-    )
-    x = torch.randn(3, 7, 16, dtype=torch.float64)
-    return compared(
-        "checkpoint",
-        without_hidden_dropout(layer),
-        lambda m: checkpoint(m, x, use_reentrant=False),
-    )
+    layer, x = without_hidden_dropout(encoder_layer(DROPOUT_P)), normal(3, 7, 16)
+    return compared("checkpoint", layer, lambda m: checkpoint(m, x, use_reentrant=False))
 
 
 def compiled() -> Pairs:
-    """Return results of a layer that is compiled in one graph, forward and backward."""
+    """Return results of a layer that is compiled into one graph."""
     torch.manual_seed(0)
-    layer = fused_attn.nn.TransformerEncoderLayer(
-        16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
-    )
+    layer, x = encoder_layer(), normal(3, 7, 16)
     layer.self_attn.dropout = DROPOUT_P
-    x = torch.randn(3, 7, 16, dtype=torch.float64)
-    ignored = torch.arange(7) >= torch.tensor([[7], [4], [5]])
 
     def call(model: Any) -> Any:
-        return model(x, src_key_padding_mask=ignored)
+        return model(x, src_key_padding_mask=IGNORED)
 
     torch._dynamo.reset()
     graph = torch.compile(parallel(layer), backend="aot_eager", fullgraph=True)
@@ -251,10 +227,8 @@ def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
 
     mesh = mesh_of(2, 2)
     torch.manual_seed(0)
-    nn, dtype = fused_attn.nn, torch.float64
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(4, 7, 16, dtype=dtype)
+    model = fused_attn.nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    x = normal(4, 7, 16)
     ignored = torch.arange(7) >= torch.tensor([[7], [4], [5], [6]])
 
     def train(model: Any, x: Tensor, ignored: Tensor) -> None:
@@ -264,14 +238,12 @@ def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
 
     split = copy.deepcopy(model)
     parallelize_module(split, mesh["tp"], parallelize_plan(split))
-    placed = {"mesh": mesh["dp"]} | (
-        {"shard_placement_fn": shard_placement} if shard_columns else {}
-    )
+    placement = shard_placement if shard_columns else None
     for part in (*split.layers, split):
-        fully_shard(part, **placed)
-    rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+        fully_shard(part, mesh=mesh["dp"], shard_placement_fn=placement)
+    rank = mesh.get_local_rank("dp")
     train(model, x, ignored)
-    train(split, x[rows], ignored[rows])
+    train(split, x.chunk(2)[rank], ignored.chunk(2)[rank])
     try:
         state = split.state_dict()
     except ValueError as error:

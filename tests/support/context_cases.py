@@ -1,22 +1,28 @@
-"""A small language model, in one process and with its sequences distributed over ranks."""
+"""Training steps of small models whose sequences are distributed over ranks."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ring_cases import mesh_of
+from tensor_parallel import full
+from tensor_parallel_modules import encoder_layer
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fused_attn
 from fused_attn import distributed
 
 VOCABULARY, WIDTH, HEADS = 23, 32, 4
+CAUSAL = fused_attn.masks.causal()
 
 
 class Attention(nn.Module):
-    """Self-attention with torch's function, or with this package's module."""
+    """Causal self-attention with torch's function, or with this package's module if `fused`."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -32,11 +38,8 @@ class Attention(nn.Module):
         return self.own.out_proj(out.transpose(1, 2).flatten(2))
 
 
-CAUSAL = fused_attn.masks.causal()
-
-
 class Model(nn.Module):
-    """Language model of two blocks with causal attention."""
+    """Language model with two layers of causal attention."""
 
     def __init__(self, fused: bool = False) -> None:
         super().__init__()
@@ -78,25 +81,23 @@ def step_of_rank(
         mode: "checkpoint", "compile", or "".
     """
     model = model_of(fused)
-    run = torch.compile(model, backend="aot_eager") if mode == "compile" else model
+    run = {
+        "checkpoint": functools.partial(checkpoint, model, use_reentrant=False),
+        "compile": torch.compile(model, backend="aot_eager"),
+        "": model,
+    }[mode]
     tokens, labels, positions = buffers = batch_of(length)
     before = [b.clone() for b in buffers]
-    device_mesh = mesh_of(mesh)
     with distributed.context_parallel(
-        device_mesh, buffers=buffers, buffer_seq_dims=[1] * 3, mask=mask, method=method,
+        mesh_of(mesh), buffers=buffers, buffer_seq_dims=[1] * 3, mask=mask, method=method,
         load_balancer=balancer,
     ) as sharding:  # fmt: skip
         assert tokens.shape[1] == sharding.rows(dist.get_rank())
-        if mode == "checkpoint":
-            logits = torch.utils.checkpoint.checkpoint(
-                model, tokens, positions, use_reentrant=False
-            )
-        else:
-            logits = run(tokens, positions)
+        logits = run(tokens, positions)
         loss = loss_of(logits, labels, before[0].numel())
         loss.backward()
-    assert all(torch.equal(b, was) for b, was in zip(buffers, before, strict=True))
-    (whole,) = distributed.context_parallel_unshard(device_mesh, [logits], [1], sharding)
+    assert all(map(torch.equal, buffers, before))
+    (whole,) = distributed.context_parallel_unshard(mesh_of(mesh), [logits], [1], sharding)
     return {"logits": whole.detach(), **summed(model, loss)}
 
 
@@ -119,34 +120,37 @@ class Checkpointed(nn.Module):
         self.module, self.reentrant = module, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=self.reentrant)
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
-def step_of_style(length: int, mask, checkpoint: str) -> dict:
+def step_of_style(length: int, mask, checkpointing: str) -> dict:
     """Run the training step of `step_of_rank`, with ContextParallel on the attention modules.
 
     Args:
-        checkpoint: "reentrant" or "not reentrant" checkpointing inside these modules; "" for none.
+        checkpointing: "reentrant" or "not reentrant", inside these modules; "" for none.
     """
     model = model_of(False)
-    if checkpoint:
-        inner = [Checkpointed(module, checkpoint == "reentrant") for module in model.attention]
+    if checkpointing:
+        inner = [Checkpointed(module, checkpointing == "reentrant") for module in model.attention]
         model.attention = nn.ModuleList(inner)
-    tokens, labels, positions = batch_of(length)
     mesh = mesh_of((dist.get_world_size(),))
     sharding = distributed.Sharding.zigzag(length, dist.get_world_size())
     style = distributed.ContextParallel(sharding, mask)
     parallelize_module(model, mesh, {"attention.0": style, "attention.1": style})
-    shards = distributed.context_parallel_shard(mesh, [tokens, labels, positions], [1] * 3)
-    logits = model(shards[0], shards[2])
-    loss = loss_of(logits, shards[1], tokens.numel())
+    buffers = batch_of(length)
+    tokens, labels, positions = distributed.context_parallel_shard(mesh, buffers, [1] * 3)
+    logits = model(tokens, positions)
+    loss = loss_of(logits, labels, buffers[0].numel())
     loss.backward()
     (whole,) = distributed.context_parallel_unshard(mesh, [logits], [1])
     return {"logits": whole.detach(), **summed(model, loss)}
 
 
 def unshard_gradient(length: int, mesh: tuple) -> Tensor:
-    """Return the gradient of the complete tensor, summed over ranks, for a loss on each rank."""
+    """Shard and unshard a tensor, and compute the same loss on each rank; return its gradient.
+
+    The gradient is summed over the ranks.
+    """
     whole = torch.arange(length * 3.0).view(1, length, 3).requires_grad_()
     sharding = distributed.Sharding.of_lengths([length - 5, 0, 2, 3])
     args = [1], sharding
@@ -160,28 +164,24 @@ def unshard_gradient(length: int, mesh: tuple) -> Tensor:
 
 def message_of(case: str) -> str:
     """Return the message of the error that an invalid use of `context_parallel` raises."""
-    tokens = torch.zeros(1, 16, 8)
-    own = {"buffers": [tokens], "buffer_seq_dims": [1]}
-    given = torch.randn(1, 4, 4, 8)
+    tokens, ids = torch.zeros(1, 16, 8), torch.zeros(1, 16).long()
+    special = {
+        "view": {"buffers": [tokens[:, 1:]]},
+        "mask of a buffer": {"buffers": [ids], "mask": fused_attn.masks.documents(ids)},
+        "lengths": {"buffers": [tokens, torch.zeros(9)], "buffer_seq_dims": [1, 0]},
+        "balancer": {"load_balancer": distributed.Sharding.contiguous(9, 4)},
+    }
+    options = {"buffers": [tokens], "buffer_seq_dims": [1], **special.get(case, {})}
+    query, layer = torch.randn(1, 4, 4, 8), fused_attn.nn.MultiheadAttention(8, 2, batch_first=True)
     try:
-        if case == "view":
-            own["buffers"] = [tokens[:, 1:]]
-        if case == "mask of a buffer":
-            own["buffers"] = [torch.zeros(1, 16).long()]
-            own["mask"] = fused_attn.masks.documents(own["buffers"][0])
-        if case == "lengths":
-            own = {"buffers": [tokens, torch.zeros(9)], "buffer_seq_dims": [1, 0]}
-        if case == "balancer":
-            own["load_balancer"] = distributed.Sharding.contiguous(9, 4)
-        with distributed.context_parallel(mesh_of((4,)), **own):
+        with distributed.context_parallel(mesh_of((4,)), **options):
             if case == "mask of one rank" and dist.get_rank() != 2:
-                F.scaled_dot_product_attention(given, given, given)
+                F.scaled_dot_product_attention(query, query, query)
             if case in ("mask", "mask of one rank"):
-                F.scaled_dot_product_attention(given, given, given, torch.ones(4, 4).bool())
+                F.scaled_dot_product_attention(query, query, query, torch.ones(4, 4).bool())
             if case == "rows":
-                F.scaled_dot_product_attention(given, given[:, :, :3], given[:, :, :3])
+                F.scaled_dot_product_attention(query, query[:, :, :3], query[:, :, :3])
             if case == "weights":
-                layer = fused_attn.nn.MultiheadAttention(8, 2, batch_first=True)
                 layer(*[torch.randn(1, 4, 8)] * 3)
     except (ValueError, NotImplementedError) as error:
         assert F.scaled_dot_product_attention is torch.nn.functional.scaled_dot_product_attention
@@ -193,9 +193,7 @@ def message_of(case: str) -> str:
 def transformer() -> nn.Module:
     """Return two float64 encoder layers with the same parameters on all ranks."""
     torch.manual_seed(0)
-    own, dtype = fused_attn.nn, torch.float64
-    layer = own.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
-    model = own.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = fused_attn.nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -207,14 +205,14 @@ def squares(model: nn.Module, x: Tensor, mask) -> Tensor:
 
 
 def step_of_three(mask, mode: str, dropout: bool) -> dict:
-    """Train one step with context, tensor and data parallelism at once, on 2 x 2 ranks.
+    """Train one step with context, tensor and data parallelism, on 2 x 2 ranks.
 
     FSDP2 shards the parameters over the ranks that share a sequence. It averages gradients over
-    these ranks, so the loss is multiplied by the number of ranks.
+    these ranks, so the loss is multiplied by their number.
 
     Args:
         mode: "compile" or "".
-        dropout: True for training with attention dropout.
+        dropout: if True, train with attention dropout.
 
     Returns:
         The new parameters as complete tensors.
@@ -238,7 +236,4 @@ def step_of_three(mask, mode: str, dropout: bool) -> dict:
     ):
         (2 * squares(run, x, None)).backward()
     optimizer.step()
-    return {
-        name: parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter
-        for name, parameter in model.state_dict().items()
-    }
+    return {name: full(parameter).detach() for name, parameter in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Recorders of the calls that this package computes."""
+"""Recorders of the attention calls that this package computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def torch_as_it_was() -> Iterator[None]:
 def spy_on_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list to which each later call of this package's attention appends its attn_mask.
 
-    Calls must not pass is_causal in addition to a mask: callers add the causal band to the mask.
+    A call with both a mask and is_causal fails, because callers must combine them into one mask.
     """
     seen: list[Any] = []
     attend = functional.scaled_dot_product_attention
@@ -46,14 +46,13 @@ def spy_on_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-class Computed(list):
-    """List of (dropout_p, attn_mask), one per call that this package computed, in order."""
-
-
 @contextlib.contextmanager
-def counting() -> Iterator[Computed]:
-    """Record the calls that this package's attention accepts within the block."""
-    computed = Computed()
+def counting() -> Iterator[list[tuple[float, Any]]]:
+    """Yield a list of (dropout_p, attn_mask) of the calls that this package's attention computes.
+
+    Calls that raise an exception are not in the list.
+    """
+    computed: list[tuple[float, Any]] = []
     attention = functional.scaled_dot_product_attention
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -66,15 +65,15 @@ def counting() -> Iterator[Computed]:
 
 
 @contextlib.contextmanager
-def taken_over() -> Iterator[Computed]:
-    """Record calls as `counting()` does, under `fused_attn.enabled()`."""
+def taken_over() -> Iterator[list[tuple[float, Any]]]:
+    """Record calls like `counting()`, within `fused_attn.enabled()`."""
     with fused_attn.enabled(), counting() as computed:
         yield computed
 
 
 @contextlib.contextmanager
 def functions_called(*names: str) -> Iterator[list[str]]:
-    """Record each call of the named functions of this package, as a name, in call order."""
+    """Yield a list to which each call of one of the named functions appends the function's name."""
     seen: list[str] = []
 
     def spied(name: str) -> Any:
@@ -93,5 +92,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Record the names of our attention functions in call order, for padded and packed input."""
+    """Yield a list to which each attention call, on padded or packed input, appends its name."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

@@ -1,6 +1,6 @@
-"""FlexAttention's kernels for a simulated H100: generate, run in Triton's interpreter, compile.
+"""Generation of FlexAttention's kernels for a simulated H100, and runs in Triton's interpreter.
 
-Each step runs in a separate process: lower_for_h100.py and run_for_h100.py.
+Both steps run in separate processes: lower_for_h100.py and run_for_h100.py.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lower_for_h100 import Lowering
+from lower_for_h100 import HEURISTICS, Lowering, plain_source
 from torch import Tensor
 
 from fused_attn.backends.flex import variant_of
 from fused_attn.call.attention import AttentionCall
 
 HERE = Path(__file__).parent
-_HEURISTICS = re.compile(r"@triton_heuristics\.\w+\((.*?)\n\)\n(?=@triton\.jit)", re.DOTALL)
 
 
 def flat_tensors(call: AttentionCall, want_lse: bool = True) -> tuple[Any, list[Any]]:
-    """Return the variant that a GPU would compile, and query, key, value and all operands."""
+    """Return the variant that a GPU would compile, and the list [query, key, value, *operands]."""
     variant, operands = variant_of(call, want_lse)
     lists = operands.lists or (None,) * 8
     return variant._replace(device_type="cuda"), [
@@ -40,7 +39,13 @@ def lower(calls: Sequence[AttentionCall], folder: Path) -> list[Lowering]:
     problems = []
     for call in calls:
         variant, tensors = flat_tensors(call)
-        described = [t if t is None else _described(t) for t in tensors]
+        described = [
+            None if t is None else {
+                "size": tuple(t.shape), "stride": t.stride(), "dtype": t.dtype,
+                "requires_grad": t.requires_grad,
+            }
+            for t in tensors
+        ]  # fmt: skip
         problems.append({"variant": variant, "tensors": described})
     torch.save(problems, folder / "problems.pt")
     _run("lower_for_h100.py", _guard(folder), folder / "problems.pt", folder / "lowered.pt")
@@ -58,13 +63,12 @@ def interpret(
 
     Args:
         lowered: code of each call, as returned by `lower`.
-        problems: for each call, the list of tensors from `flat_tensors`, and the gradients of out
-            and lse.
+        problems: for each call, the list from `flat_tensors`, and the gradients of out and lse.
         folder: folder for temporary files.
 
     Returns:
-        For each call, the list [out, lse, grads]. grads maps the index of a tensor in
-        `flat_tensors` to its gradient. It is absent if only a forward was generated.
+        For each call, the list [out, lse, grads], where grads maps the index of a tensor in
+        `flat_tensors` to its gradient; [out, lse] if only a forward was generated.
     """
     detached = [
         ([None if t is None else t.detach() for t in tensors], grads) for tensors, grads in problems
@@ -77,7 +81,7 @@ def interpret(
 
 
 def graphs(folder: Path) -> dict[str, list[str]]:
-    """Return the attention operations in the graphs of compile_for_h100.py."""
+    """Return the attention operations in each graph that compile_for_h100.py compiles."""
     return json.loads(_run("compile_for_h100.py", _guard(folder)))
 
 
@@ -88,26 +92,16 @@ def kernels_of(lowering: Lowering) -> list[tuple[str, str, dict[str, Any]]]:
         for name, source in re.findall(
             r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL
         ):
-            (options,) = _HEURISTICS.findall(source)
+            (options,) = HEURISTICS.findall(source)
             (signature,) = re.findall(r"'signature': (\{.*?\})", options)
             constants = dict(re.findall(r"\b(num_stages|num_warps)=(\d+)", options))
-            plain = _HEURISTICS.sub("", source).replace("triton_helpers.set_driver_to_gpu()", "")
             described = {"signature": eval(signature), **{k: int(v) for k, v in constants.items()}}
-            found.append((name, plain, described))
+            found.append((name, plain_source(source), described))
     return found
 
 
-def _described(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "size": tuple(tensor.shape),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "requires_grad": tensor.requires_grad,
-    }
-
-
 def _guard(folder: Path) -> Path:
-    """Build the library that lets autograd record CUDA tensors."""
+    """Build a library that lets autograd record CUDA tensors; return its path."""
     library, root = folder / "libguard.so", Path(torch.__file__).parent
     includes = [f"-I{root / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     command = [

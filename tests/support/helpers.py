@@ -1,7 +1,4 @@
-"""Test helpers that apply the numerics contract (fused_attn/tools/contract.py).
-
-These helpers use no other tolerance.
-"""
+"""Test helpers; those that compare results apply the contract of fused_attn/tools/contract.py."""
 
 from __future__ import annotations
 
@@ -37,15 +34,15 @@ if os.environ.get("CUDA_EMULATED", "0") != "0":
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
 _ISAS = Path(__file__).resolve().parents[2] / "csrc/cpu/isas.inc"
 ISAS = re.findall(r"^FUSED_ATTN_ISA\((\w+)", _ISAS.read_text(), re.MULTILINE)
-MAX_REFERENCES = 256  # cache size, larger than the number of problems of any test
+MAX_REFERENCES = 256  # cache size; must exceed the number of problems of any test
 # conftest.py deselects the dtypes that a test's backend does not support.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
 # Emulated kernels run serially on the CPU and take seconds per call, unlike other backends.
 SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
-# Marker that leaves float16 out of parametrizations over dtypes and another parameter. The 16-bit
-# dtypes differ only in how tiles are loaded and stored. test_shapes covers float16, as does
-# test_weight_of_the_same_type for norms.
+# Marker that omits float16 on slow backends, in tests over dtypes and another parameter. The 16-bit
+# dtypes differ only in how tiles are loaded and stored. test_shapes and, for norms,
+# test_weight_of_the_same_type cover float16.
 ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 covers 16-bit dtypes", dtype=[torch.float16])
 
 
@@ -69,12 +66,8 @@ def most_exact(backend: str) -> torch.dtype:
 
 
 def short(dtype: torch.dtype) -> str:
-    return {
-        torch.float32: "f32",
-        torch.float64: "f64",
-        torch.bfloat16: "bf16",
-        torch.float16: "f16",
-    }[dtype]
+    """Return "f32" for torch.float32, "bf16" for torch.bfloat16, and so on."""
+    return str(dtype).removeprefix("torch.").replace("float", "f")
 
 
 _draw = 0
@@ -103,10 +96,7 @@ def assert_contract(
 ) -> None:
     """Assert that `got` is within the numerics contract.
 
-    The limit for gradients applies if `name` begins with "grad".
-
-    Args:
-        truth, eager, expected: as in `contract.judge`.
+    The limit for gradients applies if `name` begins with "grad". Other arguments: `contract.judge`.
     """
     gradient = name.startswith("grad")
     finding = contract.judge(name, got, truth, eager, gradient=gradient, expected=expected)
@@ -126,13 +116,13 @@ def run_with_gradients(
     dtype is a 16-bit type. The output gradients and the dropout mask are the same for every dtype
     and function. The function runs on `device`; the results are returned on the CPU.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
     leaves = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        keep = half and tensor.dtype == torch.float32 and name in ("bias", "weight", "norm_bias")
-        leaf = tensor.detach().to(device, tensor.dtype if keep else dtype, copy=True)
+        stays = dtype.itemsize == 2 and tensor.dtype == torch.float32
+        stays &= name in ("bias", "weight", "norm_bias")
+        leaf = tensor.detach().to(device, tensor.dtype if stays else dtype, copy=True)
         if not tensor.is_contiguous() and 0 not in tensor.stride():  # preserve its strides
             leaf = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         leaves[name] = leaf.requires_grad_()
@@ -141,10 +131,9 @@ def run_with_gradients(
     generator = drawn(seed)
     loss = outputs[0].new_zeros((), dtype=torch.float64)
     for output in outputs:
-        weights = torch.randn(output.shape, generator=generator)
-        finite = torch.isfinite(output)
-        weights = exact_in_16_bits(weights).to(output.device)
-        loss = loss + (output.masked_fill(~finite, 0.0).double() * weights).sum()
+        weights = exact_in_16_bits(torch.randn(output.shape, generator=generator))
+        finite = output.masked_fill(~output.isfinite(), 0.0)
+        loss = loss + (finite.double() * weights.to(output.device)).sum()
     loss.backward()
     result = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
     for name, leaf in leaves.items():
@@ -154,26 +143,18 @@ def run_with_gradients(
 
 @contextlib.contextmanager
 def dropout_seed(seed: int) -> Iterator[None]:
-    """Make dropout masks within the block independent of the device.
+    """Draw all dropout seeds within the block from the CPU's generator, seeded with `seed`.
 
-    torch's CPU and GPU generators draw different random numbers from the same seed. Within the
-    block, all dropout seeds are therefore drawn from the CPU's generator.
+    The generators of torch for CPU and GPU draw different numbers from the same seed.
     """
-    new_seed = philox.new_seed
-
-    def drawn_on_the_cpu(device: torch.device) -> Tensor:
-        return new_seed(torch.device("cpu")).to(device)
-
+    new_seed, cpu = philox.new_seed, torch.device("cpu")
     torch.default_generator.manual_seed(drawn(seed).initial_seed())
-    with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
+    with mock.patch.object(philox, "new_seed", lambda device: new_seed(cpu).to(device)):
         yield
 
 
 def exact_in_16_bits(tensor: Tensor) -> Tensor:
-    """Round a tensor to values that are exact in bfloat16; return them as float64.
-
-    Output gradients made of such values are the same in every dtype.
-    """
+    """Round a tensor to bfloat16, so that its values are exact in every dtype; return float64."""
     return tensor.to(torch.bfloat16).to(torch.float64)
 
 
@@ -220,7 +201,7 @@ def assert_outputs_like_eager(
 ) -> None:
     """Assert that outputs are within the numerics contract if no input requires grad.
 
-    Calls without gradients may run other kernels than calls with gradients.
+    Such calls may run other kernels than calls that need gradients.
     """
     exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
@@ -239,7 +220,7 @@ class Reference:
     """Exact results, eager results and expected eager error of one problem.
 
     Args:
-        run: computes the problem with eager attention in the given dtype; returns results by name.
+        run: function of a dtype that returns the results of eager attention, by name.
         dtype: dtype of the results that are judged.
     """
 
@@ -257,9 +238,9 @@ class Reference:
         """Return the reference of a problem, cached so that all instruction sets share it.
 
         Args:
-            function: the function that `run` calls with the tensors. The reference is cached only
-                if the function has an attribute `key`, which must identify it.
-            kind: label of `run` in the cache key, to distinguish different `run` functions.
+            function: function that `run` calls with the tensors. The reference is cached only if
+                the function has an attribute `key`, bytes that identify it.
+            kind: distinguishes `run` functions that call the same function.
         """
         if not hasattr(function, "key"):
             return cls(run, dtype)
@@ -301,11 +282,10 @@ class Reference:
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 values to dtype, because the contract does not cover the rounding of inputs."""
+    """Round float32 inputs to dtype, because the contract excludes the rounding of inputs."""
     if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
         return tensor
-    rounded = torch.empty_like(tensor)
-    return rounded.copy_(tensor.to(dtype))
+    return torch.empty_like(tensor).copy_(tensor.to(dtype))  # preserves the strides
 
 
 def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., tuple]]:
@@ -321,8 +301,8 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
         def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple:
             whole = None if mask is None else mask.to(query.device)
             if bias is not None:
-                own = fused_attn.masks.bias(bias)
-                whole = own if whole is None else whole & own
+                added = fused_attn.masks.bias(bias)
+                whole = added if whole is None else whole & added
             return F.scaled_dot_product_attention(
                 query, key, value, whole, return_lse=True, backend=backend, **options
             )
@@ -347,16 +327,12 @@ def random_qkv(
 ) -> dict[str, Tensor | None]:
     """Draw float32 query, key and value."""
     generator = drawn(seed)
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-
-    def make(heads: int, seqlen: int, dim: int) -> Tensor:
-        return torch.randn(batch, heads, seqlen, dim, generator=generator)
-
-    return {
-        "query": make(num_heads, seqlen_q, head_dim),
-        "key": make(num_heads_kv, seqlen_k, head_dim),
-        "value": make(num_heads_kv, seqlen_k, head_dim_v),
+    sizes = {
+        "query": (num_heads, seqlen_q, head_dim),
+        "key": (num_heads_kv, seqlen_k, head_dim),
+        "value": (num_heads_kv, seqlen_k, head_dim if head_dim_v is None else head_dim_v),
     }
+    return {n: torch.randn(batch, *size, generator=generator) for n, size in sizes.items()}
 
 
 def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> list[Tensor]:
@@ -378,7 +354,7 @@ def use_threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Make torch use deterministic algorithms within the block, if `wanted`."""
+    """If `wanted`, make torch use deterministic algorithms within the block."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or wanted)
     try:

@@ -61,9 +61,8 @@ class Case:
                 self, ranks, query, key, value, bias
             )
 
-        if self.mask is None or all(
-            t.untyped_storage().nbytes() < 2**20 for t in self.mask.tensors()
-        ):
+        tensors = () if self.mask is None else self.mask.tensors()
+        if all(t.untyped_storage().nbytes() < 2**20 for t in tensors):
             of.key = pickle.dumps((self.packed, self.mask, self.options))  # type: ignore[attr-defined]
         return of
 

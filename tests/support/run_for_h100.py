@@ -2,16 +2,16 @@
 
     TRITON_INTERPRET=1 python tests/support/run_for_h100.py LOWERED TENSORS OUTPUT
 
-The files are written by torch.save, with one entry per problem. LOWERED contains the `Lowering`s.
-An entry of TENSORS is a pair: the list of tensors that `Lowering.inputs` indexes, and the gradients
-of out and lse. An entry of OUTPUT is the result of `run`.
+The files are written by torch.save, as lists with one entry per problem:
+LOWERED: a `Lowering`;
+TENSORS: the list of tensors that `Lowering.inputs` indexes, and the gradients of out and lse;
+OUTPUT: the result of `run`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton_interpreter
 
-# Statements of the generated code that need a device -> their replacements.
+# Statements in the generated code that need a GPU -> their replacements.
 _REPLACED = {
     "with torch.cuda._DeviceGuard(0):": "if True:",
     "torch.cuda.set_device(0)": "pass",
@@ -31,7 +31,6 @@ _REPLACED = {
     "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda": "",
     "async_compile = AsyncCompile()": "async_compile = interpreted",
 }
-_HEURISTICS = re.compile(r"@triton_heuristics\.\w+\(.*?\n\)\n(?=@triton\.jit)", re.DOTALL)
 # The interpreter has no libdevice.
 _TANH = "@triton.jit\ndef _tanh(x):\n    return 2 * tl.sigmoid(2 * x) - 1\n\n\n"
 _BLOCK = 256  # elements per program in kernels whose block size Inductor would tune
@@ -45,7 +44,7 @@ class Interpreted:
 
     def triton(self, name: str, source: str, **options: Any) -> Kernel:
         """Return a kernel from its source text."""
-        source = _HEURISTICS.sub("", source).replace("triton_helpers.set_driver_to_gpu()", "")
+        source = lower_for_h100.plain_source(source)
         if "libdevice.tanh(" in source:
             source = source.replace("libdevice.tanh(", "_tanh(")
             source = source.replace("@triton.jit", _TANH + "@triton.jit", 1)
@@ -62,7 +61,7 @@ class Interpreted:
 
 
 class Kernel:
-    """Kernel with the interface of Inductor's kernels."""
+    """Interpreted kernel with the interface of Inductor's compiled kernels."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -71,7 +70,7 @@ class Kernel:
     def run(self, *arguments: Any, stream: int) -> None:
         """Run all programs.
 
-        The arguments end with the grid of a template kernel, or with the sizes of another kernel.
+        The last arguments are the grid for kernels from a template, and sizes for other kernels.
         """
         count = len(self.parameters)
         if len(arguments) == count + 3:
@@ -102,19 +101,16 @@ def load(code: str, folder: Path) -> Any:
 def run(lowering: Any, tensors: list[Any], grads: list[torch.Tensor], folder: Path) -> list[Any]:
     """Return [out, lse, grads], where grads maps the index of a tensor to its gradient."""
     inputs = [
-        tensors[own] if isinstance(own, int) else tensors[own[0]].shape[own[1]]
-        for own in lowering.inputs
+        tensors[i] if isinstance(i, int) else tensors[i[0]].shape[i[1]] for i in lowering.inputs
     ]
-    results = load(lowering.code[0], folder)(list(inputs))
+    results = load(lowering.code[0], folder)(inputs)
     if len(lowering.code) == 1:
         return list(results)
-    saved = [x for x in results[2:] if isinstance(x, torch.Tensor)]
-    sizes = [x for x in results[2:] if not isinstance(x, torch.Tensor)]
-    found = load(lowering.code[1], folder)([*sizes, *saved, *grads])
-    places = zip(lowering.inputs, found, strict=True)
-    by_place = {place: grad for place, grad in places if isinstance(place, int)}
-    by_place = {place: grad for place, grad in by_place.items() if grad is not None}
-    return [*results[:2], by_place]
+    saved = sorted(results[2:], key=torch.is_tensor)  # the backward's arguments begin with sizes
+    found = load(lowering.code[1], folder)([*saved, *grads])
+    by_index = zip(lowering.inputs, found, strict=True)
+    grads = {i: grad for i, grad in by_index if isinstance(i, int) and grad is not None}
+    return [*results[:2], grads]
 
 
 def main() -> None:

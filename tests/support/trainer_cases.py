@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from fused_attn.distributed import context_parallel
 VOCABULARY, STEPS, LEARNING_RATE = 50, 2, 0.5
 LENGTHS = [[20, 13, 12], [5, 36, 4]]  # lengths of the documents in each step's row
 IGNORED = -100
-# Given this mask, in which all is visible, transformers builds no masks. Otherwise, only ranks with
-# the start of a document would build masks, and would repeat the KV heads for sdpa.
+# With this fully visible mask, transformers builds no masks. Without it, only the ranks with the
+# start of a document would build masks, and they would repeat the KV heads for sdpa.
 IGNORED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -43,9 +44,9 @@ def llama(swap: bool, **options: Any) -> transformers.LlamaForCausalLM:
 
 
 def row_of(step: int) -> dict[str, Tensor]:
-    """Return token ids, labels and position ids, (1, length) each.
+    """Return token IDs, labels and position IDs, each of shape (1, length).
 
-    As transformers' models expect, labels equal the tokens, except that the first label of each
+    Labels equal the tokens, because transformers' models shift them. The first label of each
     document is ignored.
     """
     generator = torch.Generator().manual_seed(step)
@@ -79,19 +80,14 @@ def steps_of_rank(swap: bool, checkpoint: bool, method: str) -> list[dict[str, T
         model.train().gradient_checkpointing_enable()
     results = []
     for step in range(STEPS):
-        row = row_of(step)
-        labels = next_labels(row["labels"])
+        tokens, labels, positions = row_of(step).values()
+        labels = next_labels(labels)
         count = (labels != IGNORED).sum()
-        tokens, positions = row["input_ids"], row["position_ids"]
         with context_parallel(
             None, buffers=[tokens, labels, positions], buffer_seq_dims=[1] * 3,
             mask=mask_of(positions), method=method,
         ):  # fmt: skip
-            logits = model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=None if swap else IGNORED_MASK,
-            ).logits
+            logits = model(tokens, None if swap else IGNORED_MASK, positions).logits
             loss = summed_loss(logits, labels) / count
             loss.backward()
         results.append({name: t.clone() for name, t in summed(model, loss).items()})
@@ -106,12 +102,9 @@ def steps_of_one(swap: bool) -> list[dict[str, Tensor]]:
     for step in range(STEPS):
         row = row_of(step)
         labels = next_labels(row["labels"])
-        loss = torch.zeros((), dtype=torch.float64)
-        for tokens, of_document in zip(
-            row["input_ids"].split(LENGTHS[step], 1), labels.split(LENGTHS[step], 1), strict=True
-        ):
-            loss = loss + summed_loss(model(input_ids=tokens).logits, of_document)
-        loss = loss / (labels != IGNORED).sum()
+        documents = [t.split(LENGTHS[step], 1) for t in (row["input_ids"], labels)]
+        losses = [summed_loss(model(t).logits, own) for t, own in zip(*documents, strict=True)]
+        loss = torch.stack(losses).sum() / (labels != IGNORED).sum()
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         results.append({"loss": loss.detach(), **gradients})
@@ -128,10 +121,10 @@ def descend(model: torch.nn.Module) -> None:
 
 
 class ContextParallelTrainer(transformers.Trainer):
-    """Trainer whose rows are distributed over all ranks.
+    """Trainer that distributes each row over all ranks.
 
     Attributes:
-        swapped: True if the model was swapped.
+        swapped: True if the model's attention was replaced by `swap_modules`.
     """
 
     swapped = False
@@ -177,22 +170,19 @@ def trained(folder: str, swap: bool, parallel: bool, accumulated: int) -> dict[s
 
 @contextlib.contextmanager
 def as_torchrun() -> Iterator[None]:
-    """Set the environment variables of torchrun within the block, as Trainer expects them."""
+    """Set the environment variables of torchrun within the block, which Trainer reads."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    before = os.environ.copy()
-    os.environ.update(own)
     try:
-        yield
+        with mock.patch.dict(os.environ, own):
+            yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
 
 def trained_by_ranks(folder: str, swap: bool, accumulated: int) -> dict[str, Any]:
-    """Train over all ranks with the Trainer; return the logged losses and the final weights."""
+    """Train with a ContextParallelTrainer; return the logged losses and the final weights."""
     with as_torchrun():
         return trained(folder, swap, True, accumulated)

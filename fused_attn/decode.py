@@ -52,8 +52,8 @@ def decode_attention(
     Otherwise, pages are copied into a contiguous tensor at each step; if the lengths are on a GPU,
     all pages in block_table.
 
-    Backend "flash" does the same with flash-attn 2, for pages of a multiple of 256 positions. It
-    requires a head_dim that is a multiple of 8.
+    Backend "flash" also appends and reads pages in place, with flash-attn 2, if the page size is a
+    multiple of 256 and head_dim a multiple of 8.
 
     Backend "sdpa" reads the cache in place if there is no attn_mask, and all lengths are equal and
     readable on the host (integers, or a tensor on the CPU). Otherwise it copies the cache. If the
@@ -180,7 +180,7 @@ def _rotated(
 ) -> Tensor:
     """Rotate the last tokens of the sequences, (batch, num_heads, count, head_dim).
 
-    If a sequence is shorter than that, its first tokens are at position 0.
+    In sequences of fewer than count tokens, rows before the first token use position 0.
     """
     count, ends, positions = tokens.shape[2], update.ends, None
     if ends is not None and ends[0] == ends[1] and count <= ends[0]:

@@ -225,7 +225,7 @@ def _register_integrations(model: Module) -> None:
     """Add the classes of timm and transformers to REPLACEMENTS, if these are imported."""
     timm: Any = sys.modules.get("timm.layers")
     if timm is not None:
-        # A subclass that computes the same as torch's, with faster kernels under autocast.
+        # Subclass of torch.nn.LayerNorm with equal results, and faster kernels under autocast.
         REPLACEMENTS[timm.LayerNorm] = nn.LayerNorm
     if "transformers" in sys.modules:
         from fused_attn.integrations.transformers import by_code

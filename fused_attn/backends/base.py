@@ -38,9 +38,8 @@ class Backend:
             return None to reject such a call. Callers never pass unvalidated calls while
             `torch_state.is_intercepted()`.
         wraps_torch: True if torch's unmodified kernels compute everything, with torch's semantics.
-            Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
-            keys and values that are masked for every query may reach the results. Modules need
-            neither avoid torch's inference fast paths nor pack sequences for this backend.
+            keys and values that are masked for every query may reach the results. Modules then use
+            torch's inference fast paths, and do not pack sequences.
         empty: allocates an uninitialized tensor, in memory that the backend may reuse.
     """
 
@@ -124,7 +123,7 @@ class Backend:
         per_dimension: bool,
         backward: bool,
     ) -> Tensor:
-        """Compute a rotary embedding, or its gradient for the gradient `input`.
+        """Compute a rotary embedding, or with `backward`, its gradient for the gradient `input`.
 
         Backends need not implement this method.
 
@@ -161,8 +160,8 @@ class Backend:
     def attention_bwd(self, work: AttentionBackward) -> AttentionGradients | None:
         """Compute the gradients of query, key, value and, if needs_bias, bias.
 
-        A backend with accepts_unchecked returns None if the tensors do not fit together, which a
-        saved-tensor hook may have changed.
+        A backend with accepts_unchecked returns None if the tensors do not fit together. This
+        happens if a saved-tensor hook has changed them.
         """
         raise NotImplementedError
 
@@ -199,8 +198,8 @@ class Backend:
             want_lse: lse is requested, as in `attention_fwd`.
 
         Returns:
-            out and lse, which may be None if not requested. None, with the cache as it was, if no
-            kernel supports the step.
+            out and lse, which may be None if not requested. None, without changes to the cache, if
+            no kernel supports the step.
         """
         return None
 

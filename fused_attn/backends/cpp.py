@@ -251,7 +251,7 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tens
 def _weights_fields(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call with an empty value, and fields for lse."""
+    """Return the call with an empty value, and the fields out, lse and lse_residual."""
     call = call.without_value().kernel_layout()
     out = call.query.new_empty(*call.query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}

@@ -14,7 +14,7 @@ from fused_attn.call.norm import NormCall
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-# MaskSpec fields that csrc/fields does not list. Hand-written bindings or only Python read them.
+# MaskSpec fields that csrc/fields omits, because hand-written bindings or only Python read them.
 _NOT_LISTED = {"max_seqlen_q", "max_seqlen_k", "by_query"}
 
 

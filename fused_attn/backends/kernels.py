@@ -1,4 +1,4 @@
-"""Base classes of the backends that `fused-attn verify` must find correct and faster first."""
+"""Base classes of the backends that are opt-in until `fused-attn verify` accepts them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class OptInBackend(Backend):
 class EngineBackend(OptInBackend):
     """Backend whose attention kernels are differentiable functions of other projects.
 
-    Norms run on torch operations, so that a model can run on this backend alone, but it is never
-    their default.
+    Norms run on torch operations, so that a model can run on this backend alone. The backend is
+    never the default for norms.
     """
 
     differentiable = True
@@ -52,9 +52,9 @@ class EngineBackend(OptInBackend):
 
 
 class KernelBackend(OptInBackend):
-    """Backend with GPU kernels of this package: it allocates results, which its host code fills.
+    """Backend with GPU kernels of this package. It allocates results, and host code fills them.
 
-    The host code gets no empty problems.
+    Empty problems never reach the host code.
     """
 
     def attention_host(self) -> Any:
@@ -74,7 +74,7 @@ class KernelBackend(OptInBackend):
             capacity: seqlen_k of the mask, if it is not that of `call.key`, which may be pages.
         """
         seqlen_k = call.sizes()[2] if capacity is None else capacity
-        # Only the kernels for CPUs read the tables of masks.
+        # Only the CPU kernels read intervals and bits.
         mask = without_tables(call.mask.kernel_layout(), seqlen_k)
         with_summaries(mask, self.tile_summary)
         options = with_dense_offsets(call.options)

@@ -42,8 +42,8 @@ def partial_gradients(work: AttentionBackward) -> AttentionGradients:
     B.4.
 
     Args:
-        work: its call is not packed, with query, key and value in the statistics dtype. Its
-            outputs are the merged ones, whose out_residual is not read.
+        work: the call must not be packed, and query, key and value must have the statistics dtype.
+            The outputs are the merged ones; out_residual is not read.
     """
     call, outputs, grad_out, grad_lse, _ = work
     bias, dtype = call.mask.bias, call.query.dtype

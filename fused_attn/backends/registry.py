@@ -48,7 +48,7 @@ _blocks: dict[object, str] = {}  # open blocks of `use_backend`; threads may clo
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
-    """Return the backend that has a name.
+    """Return the backend with a given name.
 
     Args:
         argument: the argument or variable that the name comes from, for the error message.
@@ -191,9 +191,9 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
 
 
 def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None, Refusals]:
-    """Return the backend that `select` chooses, or None, and why earlier candidates reject it.
+    """Return the backend that `select` chooses, or None, and the reasons against the others.
 
-    Choices among all backends are cached, and must not be changed.
+    Without a wanted backend, the results are cached and must not be modified.
     """
     wanted = backend or wanted_backend()
     if wanted:
@@ -216,7 +216,7 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
 def _first_for(
     problem: Problem, changes: int, deterministic: bool
 ) -> tuple[Backend | None, Refusals]:
-    """Implement `choose` without a wanted backend. The settings are part of the cache key."""
+    """Implement `choose` without a wanted backend. The settings only extend the cache key."""
     refusals: Refusals = []
     for candidate in BACKENDS.values():
         reasons = candidate.unsupported(problem) + candidate.opt_in_reasons(problem)

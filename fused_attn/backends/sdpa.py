@@ -23,7 +23,7 @@ from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch
 
 _aten = torch.ops.aten
 
-# torch's function; while `enable()` is in effect, torch's implementation below our registration.
+# torch's function; while `enable()` is in effect, the implementation that it overrides.
 torch_sdpa = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
 
@@ -244,9 +244,9 @@ _MAX_MASK = 1 << 32  # elements per head: torch's memory-efficient kernel has 32
 def _row_parts(
     query: Tensor, key: Tensor, mask: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return query and mask, or parts of their rows with masks that the kernel can address.
+    """Split query and mask by rows into parts whose masks the kernel can address.
 
-    It silently reads wrong rows of larger masks (https://github.com/pytorch/pytorch/issues/187227).
+    The kernel silently reads wrong rows of larger masks (pytorch/pytorch#187227).
     """
     if mask is None or query.device.type == "cpu" or is_compiling() or mask.shape[-2] == 1:
         return [(query, mask)]
@@ -258,8 +258,8 @@ def _row_parts(
 
 def _requiring_grad(query: Tensor, mask: Tensor) -> Tensor:
     """Return query as a tensor that requires grad.
-
-    If only the mask does, torch's memory-efficient kernel reads an lse that was not computed, which
+    If only the mask requires grad, torch's memory-efficient kernel reads an lse that was not
+    computed, an illegal access (https://github.com/pytorch/pytorch/issues/148476).
     is an illegal access (https://github.com/pytorch/pytorch/issues/148476).
     """
     first = mask[(0,) * mask.dim()].nan_to_num(0.0, 0.0, 0.0)
@@ -269,10 +269,10 @@ def _requiring_grad(query: Tensor, mask: Tensor) -> Tensor:
 def _repeats_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> bool:
-    """Return True if torch would compute a grouped call with the matrix of all scores.
+    """Return True if torch would materialize the scores of a grouped call.
 
-    Of its kernels without that matrix, the memory-efficient one is then the only one that supports
-    the mask, dtype or sizes, but not GQA.
+    This happens if only the memory-efficient kernel supports the mask, dtype or sizes without
+    materializing them, because that kernel does not support GQA.
     """
     if query.device.type != "cuda" or torch.version.hip is not None or query.dtype == torch.float64:
         return False
@@ -303,9 +303,9 @@ _AS_SET = contextlib.nullcontext()
 def allowed_kernels(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch does not choose cuDNN if it has a defect for the call.
+    """Return a context in which torch avoids cuDNN if cuDNN has a defect for the call.
 
-    The forward makes the choice; its backward runs on the same kernels.
+    Only the forward chooses a kernel; the backward follows it.
 
     Args:
         query, key, value: 4-D, as for torch's function.

@@ -69,7 +69,7 @@ def unavailable() -> list[str]:
 
 @traced_as_constant
 def launch_obstacle(device: torch.device) -> list[str]:
-    """Return the reason why no kernel can be launched on a GPU; empty if they can.
+    """Return the reason why no kernel can be launched on a GPU; empty if kernels can be launched.
 
     The module may have been compiled for other GPUs, or for a newer driver.
     """

@@ -1,8 +1,8 @@
 """Backend "flash": FlashAttention 4, 3 and 2, and torch's varlen_attn.
 
 These engines have the fastest published kernels for a few masks: bands, lengths, packed sequences
-and ALiBi. The backend selects the first installed engine that supports a problem. It refuses every
-mask for which the host does not know that a window and sequence lengths express it.
+and ALiBi. The backend selects the first installed engine that supports a problem. It supports a
+mask only if the host knows that a window and sequence lengths express it.
 
     plan.py           the window and the sequences of a mask
     engines.py        the four engines: their limits and calling conventions
@@ -94,7 +94,7 @@ class FlashBackend(EngineBackend):
 
 
 def _choice(problem: AttentionProblem) -> tuple[Engine, MaskPlan] | list[str]:
-    """Return the first engine that supports a problem, and the plan; or why there is none."""
+    """Return the first engine that supports a problem, and the plan; or the reasons against all."""
     reasons = [] if problem.dtype in DTYPES else [f"does not support {problem.dtype}"]
     if problem.transformed:
         reasons.append("does not support torch.func transforms or forward-mode AD")
@@ -121,7 +121,7 @@ def _choice(problem: AttentionProblem) -> tuple[Engine, MaskPlan] | list[str]:
 def _cached_choice(
     problem: AttentionProblem, traced: bool, deterministic: bool
 ) -> tuple[Engine, MaskPlan] | list[str]:
-    """Return `_choice`, cached also by torch's state on which the refusals depend."""
+    """Return `_choice(problem)`, cached by the problem and the torch state that it depends on."""
     return _choice(problem)
 
 
@@ -191,7 +191,7 @@ def _as_rows(
     """Return query, key and value as rows of all sequences, (batch * seqlen, num_heads, dim).
 
     Padding keys are set to 0. Kernels load whole tiles, and multiply values after the end of a
-    sequence by weights of 0, which gives NaN for values that are not finite.
+    sequence by weights of 0, which gives NaN for non-finite values.
     """
     if layout.real_keys is not None:
         real = layout.real_keys[:, :, None, None]
@@ -217,7 +217,7 @@ def _merged(results: list[Results]) -> Results:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """Identity, whose gradients raise an error if they are differentiated.
+    """Identity function whose gradients raise an error if they are differentiated.
 
     The engines' backwards are kernels without derivatives. Without this Function, second
     derivatives would lack terms.

@@ -1,6 +1,6 @@
 """Decoding with flash-attn 2, which appends to a KV cache and reads its pages in the kernel.
 
-It loads nothing after the end of a sequence, where a cache may hold values that are not finite.
+The kernel does not load values after the end of a sequence, where a cache may be non-finite.
 flash-attn 4 requires finite values there, and flash-attn 3 specifies nothing, so neither is used.
 """
 
@@ -17,7 +17,7 @@ from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks.band import band_of
 from fused_attn.masks.memo import recall_on_tensor
 
-PAGE_MULTIPLE = 256  # positions; flash-attn 2 refuses other pages
+PAGE_MULTIPLE = 256  # positions; flash-attn 2 rejects other page sizes
 
 
 def decode(
@@ -30,7 +30,7 @@ def decode(
     """
     query, key, value, spec = call.query, call.key, call.value, call.mask
     table, band = update.block_table, band_of(call.mask)
-    if band is None or band.left or band.lengths != 1:  # more lengths than those of the cache
+    if band is None or band.left or band.lengths != 1:  # padding in addition to the cache lengths
         return None
     if query.shape[3] % 8 or (table is not None and key.shape[2] % PAGE_MULTIPLE):
         return None

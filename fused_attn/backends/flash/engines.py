@@ -60,15 +60,16 @@ class Engine:
     """Base class of the engines, with the calling convention of FlashAttention.
 
     Attributes:
-        name: the package that is installed; in messages, and in the denylist.
+        name: name of the package, also in messages and in the denylist.
         min_version: the first version whose interface is known to fit.
-        min_capability, max_capability: GPUs that it has kernels for.
+        min_capability, max_capability: range of supported compute capabilities.
         head_dim_multiple: head_dim must be a multiple of it.
-        dense: True if it accepts a batch without lengths as it is. Otherwise it needs packed rows.
+        dense: True if the engine accepts dense batches; otherwise it requires packed rows.
         has_softcap, has_alibi, has_lse_gradient: options of the functions.
         traceable: True if torch.compile can trace the functions.
-        limits_right_side: True if a right side >= seqlen_k means no limit, and no limit means
-            seqlen_k for a window with a left side. With more queries than keys, both are wrong.
+        limits_right_side: True if the engine treats a right side >= seqlen_k as unlimited, and an
+            unlimited right side next to a limited left side as seqlen_k. Both change masks with
+            more queries than keys.
         unlimited: the value that means no limit for a side of the window.
         lse_option: the argument that requests lse.
     """
@@ -149,8 +150,9 @@ class Engine:
         return {"causal": False, "window_size": sides}
 
     def run(self, call: EngineCall) -> Results:
-        """Compute out, in the layout of query, and lse, (batch, num_heads, seqlen_q) or
-        (num_heads, rows); None if it is not wanted. Rows without keys have out 0 and lse -inf.
+        """Compute out, in the layout of query, and lse; rows without keys have out 0, lse -inf.
+
+        lse is (batch, num_heads, seqlen_q) or (num_heads, rows); None unless want_lse.
         """
         options: dict[str, Any] = {
             "q": call.query,
@@ -239,11 +241,11 @@ class FlashAttention2(Engine):
     limits_right_side = True
 
     def alibi_left(self, left: int | None, right: int | None, seqlen_k: int) -> int | None:
-        """Return the left side of a window for ALiBi with the lse of its definition.
+        """Return a left side of the window with which the kernel's ALiBi lse is exact.
 
-        With causal=True, the kernel adds slope * key instead of -slope * distance, which changes
-        lse by a number for each row. A left side of seqlen_k - 1 masks nothing, and selects the
-        kernel for windows, which subtracts the distance.
+        With causal=True, the kernel adds slope * key instead of -slope * distance, which shifts
+        the lse of each row by a constant. A left side of seqlen_k - 1 masks nothing, and selects
+        the kernel for windows, which subtracts slope * distance.
         """
         return seqlen_k - 1 if left is None and right == 0 else left
 
@@ -304,7 +306,7 @@ def aligned(tensor: Tensor) -> Tensor:
     """Return a (batch, seqlen, num_heads, dim) tensor that kernels can load 16 bytes at a time."""
     if tensor.shape[3] % (16 // tensor.itemsize) or is_aligned(tensor):
         return tensor  # the engine pads other head dimensions
-    # contiguous() would return a dense tensor itself, even at an address that is not aligned.
+    # contiguous() would return a dense tensor unchanged, even if its address is misaligned.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -3,7 +3,7 @@
 These kernels align windows and ALiBi with the last query and the last key of each sequence, and
 support no other masks. Padding is expressed by additional sequences: the rows stay in place, and
 each padding region is a sequence that has only queries or only keys. So rows are neither gathered
-nor scattered, and the number of real rows is not read from the device.
+each padding region is a sequence that has only queries or only keys. Rows are then neither gathered
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class MaskPlan(NamedTuple):
     Attributes:
         left, right: window relative to the diagonal that ends at the last query and key of each
             sequence; None for no limit.
-        key_begin, key_end: the keys that are passed, for a batch without lengths. No query attends
-            to the others.
+        key_begin, key_end: range of the keys to pass, for a batch without lengths. All other keys
+            are fully masked.
         empty: no key is visible.
         square: a top-left causal mask over sequences whose numbers of queries and keys may differ.
-            It takes two calls: queries that have a key at their position attend causally, and the
-            queries after them to all keys.
+            It takes two calls. In the first, queries with a key at their position attend causally;
+            in the second, the remaining queries attend to all keys.
     """
 
     left: int | None
@@ -83,7 +83,7 @@ def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> MaskPlan | str:
 
 
 def _window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
-    """Return a window; limits that mask nothing become None, as windows have a slower kernel."""
+    """Return a window with None for limits that mask nothing, because window kernels are slower."""
     return (None if left >= seqlen_k else left), (None if right >= seqlen_q else right)
 
 
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
     """Sequences of the calls for a mask, and the keys that are not padding.
 
     Attributes:
-        calls: one, or two for `MaskPlan.square`. The rows of each call include all rows.
+        calls: one, or two for `MaskPlan.square`. Each of them covers all rows.
         real_keys: bool (batch, seqlen_k), False for padding and in sequences that have no queries;
             None without padding.
     """
@@ -190,7 +190,7 @@ def _apart(queries: Tensor, keys: Tensor) -> list[Pair]:
 
 
 def _sequences(pairs: list[Pair]) -> Sequences:
-    """Return the cumulative lengths of consecutive sequences, the same for each of the batch."""
+    """Return the cumulative lengths of sequences; a pair is one sequence of each batch entry."""
     queries, keys = (
         cumulative(torch.stack([pair[side] for pair in pairs], dim=1).flatten())
         for side in range(2)

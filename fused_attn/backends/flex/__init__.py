@@ -35,15 +35,16 @@ if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-# The tiles of torch's backward for head_dim 129 to 256 need more than their 99 KB. It is
-# compiled in the backward pass, when it is too late for another backend (pytorch/pytorch#198224).
+# Compute capabilities with 99 KB of shared memory, too little for the tiles of torch's backward of
+# head_dim 129 to 256. It is compiled in the backward, too late to select another backend
+# (pytorch/pytorch#198224).
 SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 # FlexAttention supports other block sizes only if its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
 
 
 def _missing_features() -> list[str]:
-    """Return the name that this torch's FlexAttention lacks; empty if the backend can use it.
+    """Return the reasons why this torch's FlexAttention cannot be used; empty if it can.
 
     The source is searched, because importing it takes a second and imports torch._dynamo.
     """
@@ -114,7 +115,7 @@ class FlexBackend(EngineBackend):
         return reasons
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
-        # Eager attention would be the default, and its scores take much memory.
+        # The default would otherwise be eager attention, which materializes large score matrices.
         instead_of_eager = (
             self.replaces_eager
             and isinstance(problem, AttentionProblem)

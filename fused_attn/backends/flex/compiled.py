@@ -81,7 +81,7 @@ def _first_run(
     function = _functions[variant] = _compiled(variant)
     if variant.device_type == "cpu":
         return function(query, key, value, operands)
-    # Without duck shapes, sizes that are equal in this call may differ in others.
+    # Duck shapes would assume that sizes that are equal in this call are equal in all calls.
     marked = [(tensor, "bhq") for tensor in (query, key, value)]
     marked += [(tensor, "bhqk") for tensor in operands.lists or ()]
     marked += dimensions(variant.pattern, operands)
@@ -94,7 +94,7 @@ def _compiled(variant: Variant) -> Any:
     def attention(query: Tensor, key: Tensor, value: Tensor, operands: Operands) -> Any:
         return attend(variant, query, key, value, operands)
 
-    # torch.compile limits recompilations per code object, so each variant gets its own.
+    # torch.compile limits recompilations per code object, so each variant has a separate one.
     code = attention.__code__.replace(co_name=f"flex_attention_{len(_functions)}")
     own = FunctionType(code, attention.__globals__, code.co_name, None, attention.__closure__)
     # Inductor's C++ code for FlexAttention supports only constant sizes (torch 2.13), so on the CPU

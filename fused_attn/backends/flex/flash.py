@@ -1,7 +1,7 @@
 """Backend "flex_flash": FlexAttention with the kernels of FlashAttention-4.
 
-They are CuTe kernels for Hopper and Blackwell, which torch generates with our mask and score
-functions (`kernel_options={"BACKEND": "FLASH"}`). The package flash-attn-4 must be installed.
+torch generates CuTe kernels for Hopper and Blackwell from our mask and score functions
+(`kernel_options={"BACKEND": "FLASH"}`). The package flash-attn-4 must be installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlexAttention for a pattern of operands: mask_mod, score_mod, and the call.
 
-All masks are tensors, read by functions of the position (batch, head, query, key). These functions
-are traced instead of run if FlexAttention is compiled.
+All masks are tensors, read by functions of the position (batch, head, query, key). Compiled
+FlexAttention traces these functions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Variant(NamedTuple):
         want_lse: also return lse.
         engine: FlexAttention's kernel_options["BACKEND"], "TRITON" or "FLASH".
         block_size: queries and keys of a block.
-        device_type: of all tensors.
-        constants: what else torch.compile specializes for: heads, head_dims, dtypes, whether
+        device_type: device type of all tensors.
+        constants: other values that torch.compile specializes on: heads, head_dims, dtypes, if
             gradients are computed, and which sizes of query, key and block lists are 1.
     """
 
@@ -104,7 +104,7 @@ def mask_function(pattern: Pattern, operands: Operands) -> MaskMod:
 
 
 def score_function(variant: Variant, operands: Operands) -> ScoreMod | None:
-    """Return score_mod: softcap, then bias and ALiBi, as in backends/reference.py; None without."""
+    """Return score_mod: softcap, then bias and ALiBi, in the order of the reference, or None."""
     pattern, softcap = variant.pattern, variant.softcap
     bias, slopes, diagonal = operands.bias, operands.slopes, operands.diagonal
     if softcap == 0.0 and bias is None and slopes is None:

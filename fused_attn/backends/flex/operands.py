@@ -24,8 +24,7 @@ _CACHED = 8  # shapes cached for a mask; the block lists are small
 class Operands(NamedTuple):
     """Tensors that mask_mod and score_mod index; None if the mask does not need one.
 
-    Each is indexed by the dimensions that `Pattern` names for it: its dimensions of size 1 are
-    removed.
+    Dimensions of size 1 are removed from each tensor. `Pattern` names the remaining ones.
 
     Attributes:
         lists: visible blocks; None if every position is visible.
@@ -57,9 +56,9 @@ class Operands(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Operands of a mask: for each, its index dimensions, as letters of "bhqk".
+    """Index dimensions of each operand, as letters of "bhqk"; "" if the mask has no such operand.
 
-    "" means that the mask does not have the operand. It is part of the key of compiled functions.
+    A pattern is part of the key of compiled functions.
     """
 
     begin: str = ""
@@ -75,10 +74,10 @@ class Pattern(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """Values derived from a mask's tensors, without a reference to one of them.
+    """Values derived from a mask's tensors. They must not reference these tensors.
 
     Attributes:
-        tables: begin, end and the conditions of Operands; None for a tensor of the mask itself.
+        tables: begin, end and the conditions of Operands; None represents the mask's tensor itself.
         rows: see masks/intervals.py.
         lists, unmasked: see Operands.
     """
@@ -174,8 +173,8 @@ def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:
     """Return True if a key that no query attends to may be in a block with visible positions.
 
     FlexAttention multiplies its value by a weight of 0, and 0 * NaN is NaN. Packed sequences have
-    no padding, and each document of a self-attention attends to its own keys: clearing would read
-    and write key and value unnecessarily.
+    no padding, and documents in self-attention have a query for each key. Zeroing would read and
+    write key and value unnecessarily.
     """
     if spec.cu_seqlens_q is not None:
         return spec.key_mask is not None
@@ -185,7 +184,7 @@ def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:
 
 
 def _diagonal(spec: MaskSpec, call: AttentionCall, rows: Rows | None) -> Tensor:
-    """Return the key without ALiBi penalty of each query, int32 (1 or batch, seqlen_q)."""
+    """Return the key at which each query has no ALiBi penalty, int32 (1 or batch, seqlen_q)."""
     device = call.query.device
     offset = spec.alibi_offset if spec.bounds is None else spec.bounds[:, -1:]
     if rows is None:

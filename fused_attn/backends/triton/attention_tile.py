@@ -123,7 +123,7 @@ def load_tile(
 ):  # fmt: skip
     """Load the (BLOCK_ROWS, BLOCK_D) tile that starts at row `first`.
 
-    Columns from DIM on and rows that are not `inside` are 0. None loads all rows.
+    Columns from DIM on and rows that are not `inside` are 0. If `inside` is None, all rows load.
     """
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
@@ -172,8 +172,8 @@ def finish_scores(
 ):  # fmt: skip
     """Apply scale, softcap, ALiBi, bias and mask to QK^T.
 
-    Returns the scores, their visibility, and the tanh of softcap, which is 0 at masked scores. The
-    last is a placeholder without softcap. All scores are visible unless PARTIAL.
+    Returns the scores, their visibility, and the tanh of softcap, which is 0 at masked scores.
+    Without softcap, the tanh is a placeholder. All scores are visible unless PARTIAL.
 
     Scores are in natural units with bias, ALiBi or softcap, and if the rounding error of
     scale * log2(e) would matter (ACCURATE). Otherwise they are in units of ln(2), which folds
@@ -229,8 +229,8 @@ def dropout_keep(
 ):
     """Return a bool tile, True where dropout keeps the weight.
 
-    i contains the query of each row. j_begin is the key of the first column, a multiple of 8. Words
-    of bits are drawn, because a matmul has another register layout than octets.
+    i contains the query of each row. j_begin is the key of the first column, a multiple of 8. Bits
+    are drawn as words, because a tile of octets would not have the register layout of a matmul.
     """
     seed, first_octet, first_query, first_head = draws
     width: tl.constexpr = min(const.BLOCK_N, 64)

@@ -1,4 +1,4 @@
-"""Kernel launches, and the GPU properties that they depend on. Importing it loads no Triton."""
+"""Kernel launches, and the GPU properties that they depend on. Does not import Triton."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Masks in kernels: the visibility of the scores of a tile, and the terms added to them.
 
 The structural conditions (band, key range, prefix) reduce to one interval [lo(i), hi(i)) of visible
-keys per query i. Each score therefore needs two comparisons for any conditions. Positions are
+keys per query i. Each score therefore needs only two comparisons. Positions are
 int32, because they are below `fused_attn.masks.UNLIMITED`.
 """
 
@@ -44,7 +44,7 @@ class MaskArgs(NamedTuple):
 
 
 class NoMask(NamedTuple):
-    """MaskArgs of no mask. Each field of an argument takes a microsecond per launch."""
+    """Replacement of MaskArgs if there is no mask. Each field costs a microsecond per launch."""
 
     bounds: Any = None
     query_documents: Any = None
@@ -222,11 +222,11 @@ def load_mask(
     i, j, j_begin, sequence, mask,
     const: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Load what a partial tile needs of the mask.
+    """Load the parts of the mask that a partial tile needs.
 
     Call this before the matmul of the scores. The loads then overlap with it, and Triton gives the
-    scores the layout of the matmul. After the matmul, a load of a whole tile would impose its own
-    layout, with several conversions of the scores.
+    scores the layout of the matmul. Loading a tile after the matmul would impose another layout
+    and convert the scores several times.
     """
     b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # offsets may exceed int32
     query_ids, key_ids, key_visible, words, next_words, bias = i, j, j, i, i, i

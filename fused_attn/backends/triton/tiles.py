@@ -307,7 +307,7 @@ def pack_words_kernel(
     """Pack a dense mask (uint8) into bits.
 
     words: int64 (batch, num_heads, num_words, seqlen_q). Bit k of word w is key 64 w + k. A tile
-    reads one word per query, instead of a byte per score in a layout that is not that of a matmul.
+    then loads one word per query, instead of bytes whose layout differs from that of the matmul.
     """
     row, w = tl.program_id(0), tl.program_id(1)
     m, bh = row % num_m, row // num_m

@@ -7,7 +7,7 @@ The 16-bit rows of sm_90 for head_dim up to 128 were measured on an H200 (all ca
 benchmarks/results/triton-tiles-h200.json). Small tiles with four warps, two programs of which fit
 on a core, are fastest: one computes while the other waits. They spill up to 128 bytes.
 
-Other rows are not measured. Each is the largest candidate tile that Triton 3.6 compiles without
+Other rows are untuned. Each is the largest candidate tile that Triton 3.6 compiles without
 register spills and within the shared memory of the GPU, for each kind of mask alone. Larger tiles
 are preferred because they read the keys less often. Combinations of mask kinds may spill hundreds
 of bytes. tests/backends/test_ahead_of_time.py checks all rows except those of sm_86.

@@ -29,7 +29,7 @@ def behind_import(name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder whose spec of one module calls the action after the module was executed."""
+    """Import finder that calls an action after one module has been executed."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action

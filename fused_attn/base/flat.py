@@ -13,8 +13,8 @@ from torch import Tensor
 FlatT = TypeVar("FlatT", bound="Flat")
 ResultsT = TypeVar("ResultsT", bound=Any)  # a NamedTuple
 
-# Metadata of a field that is not flattened. Copies keep its value, unless it has init=False.
-# `of_flat` sets its default.
+# Metadata that excludes a field from flattening. Copies keep the value of such a field, unless it
+# has init=False. `of_flat` sets the default.
 HOST = {"host": True}
 
 _TYPES = {
@@ -62,7 +62,7 @@ class Flat:
     def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:
         """Return a copy with other tensors, in the order of `TENSORS`; missing ones are None.
 
-        An autograd.Function stores a copy without tensors on ctx, and saves the tensors apart.
+        An autograd.Function stores a copy without tensors on ctx, and saves the tensors separately.
         """
         raise NotImplementedError
 
@@ -124,12 +124,12 @@ Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], 
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialized tensor: the default allocator of calls."""
+    """Allocate an uninitialized tensor with torch. This is the default allocator of calls."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def or_empty(results: ResultsT, like: Tensor, **dtypes: torch.dtype) -> ResultsT:
-    """Return results with empty tensors of these dtypes, on the device of `like`, for None."""
+    """Replace results that are None by empty tensors of these dtypes, on the device of `like`."""
     missing = {n: like.new_empty(0, dtype=dtypes[n]) for n in dtypes if getattr(results, n) is None}
     return results._replace(**missing)
 
@@ -164,8 +164,8 @@ def _construction(
         prefix: path of the object to construct, with a trailing dot; "" for the outermost.
         value: returns the source expression of a leaf, for its path.
         scope: globals of the generated source; receives the classes.
-        kept: returns, for the path of a nested Flat, the source of the condition under which the
-            nested object of self is reused; "" if never.
+        kept: returns the source of the condition under which self's nested Flat at a path is
+            reused; "" if it never is.
         with_host: copy the fields with the metadata HOST from self.
     """
     hints = typing.get_type_hints(cls)

@@ -130,9 +130,9 @@ def _keep(
     stream: int,
     octet0: Tensor | int = 0,
 ) -> Tensor:
-    # Compute one octet more than needed, and select columns by index_select instead of a slice.
-    # torch.export keeps columns dynamic only if no operation tests if there is exactly one octet,
-    # or if the octets have more elements than there are columns.
+    # Compute a spare octet, and select columns by index_select instead of a slice. torch.export
+    # would specialize `columns` if an operation compared the number of octets with 1, or the number
+    # of their elements with `columns`.
     octet = torch.arange((columns + 2 * DECISIONS - 1) // DECISIONS, device=seed.device)
     stream_word = torch.full_like(octet, stream)
     octet, row, head = (octet0 + octet) & _MASK32, row & _MASK32, head & _MASK32

@@ -21,7 +21,7 @@ class Canonical(NamedTuple):
     Attributes:
         query, key, value: (batch, num_heads or num_heads_kv, seqlen, head_dim or head_dim_v).
         mask: the mask tensor, with at most 4 dimensions, or None.
-        leading: for the caller, out has shape (*leading, head_dim_v) and lse has shape leading.
+        leading: shape of lse for the caller; the caller's out has shape (*leading, head_dim_v).
     """
 
     query: Tensor
@@ -123,7 +123,7 @@ def _layout_hint(query: Tensor, key: Tensor) -> str:
 
 
 def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
-    """Convert the mask tensor of a call whose inputs are not 4-D to at most 4 dimensions."""
+    """Convert a mask tensor to at most 4 dimensions, for inputs that are not 4-D."""
     limit = len(batch) + (3 if has_heads else 2)
     if mask.dim() > limit:
         got = tuple(mask.shape)

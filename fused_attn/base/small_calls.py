@@ -1,7 +1,7 @@
 """Size limits below which calls run on torch's kernels, because our overhead would dominate.
 
-The overhead of our calls is 6 us. In training it exceeds torch's by 30 to 45 us, because a call is
-an autograd.Function in Python.
+Our calls have an overhead of 6 us. In training, it exceeds torch's by 30 to 45 us, because a call
+is an autograd.Function in Python.
 
 Unless stated otherwise, the ratios below are torch's time divided by ours, so ours is faster above
 1. They were measured with benchmarks/calls.py on an Intel CPU with AMX, in float32 and bfloat16,

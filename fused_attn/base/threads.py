@@ -1,8 +1,8 @@
-"""Number of threads of CPU kernels, which is 1 in a process that was forked from a threaded one.
+"""Number of threads of CPU kernels: torch's, or 1 after a fork of a multithreaded process.
 
-The threads of OpenMP do not exist in the child of a fork. A parallel region of libgomp then waits
-for them forever, in torch's kernels as in ours. This happens to servers that load and warm a model
-before they fork. So the child continues on one thread, in torch as well, and warns at its first
+OpenMP's threads do not exist in the child of a fork. A parallel region of libgomp then waits for
+them forever, in torch's kernels and in ours. This affects servers that load a model and warm it up
+before they fork. The child therefore runs on one thread, in torch as well, and warns at its first
 call of a kernel.
 """
 

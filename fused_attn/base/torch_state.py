@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# torch has two kinds of batched tensors, of autograd and of functorch. The Python type of both is
-# torch.Tensor.
+# Both autograd and functorch have batched tensors. The Python type of both is torch.Tensor.
 _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
@@ -26,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def traced_as_constant(function: Function) -> Function:
-    """Decorate a function that torch.compile calls while tracing; its result is a constant.
+    """Decorate a function that torch.compile evaluates while tracing, to a constant.
 
     Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
     """
@@ -41,7 +40,7 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     """
     if is_intercepted() or not PLAIN_TYPES.issuperset(map(type, tensors)):
         return False
-    # A loop, as a generator takes longer than the predicate.
+    # A generator would take longer than the check.
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None and _batched_by_autograd(tensor):  # see `batched`
             return False
@@ -53,9 +52,9 @@ def is_compiling() -> bool:
 
     From torch 2.13 on, torch.compiler.is_compiling() is True on all threads while one compiles.
     """
-    if torch.compiler.is_dynamo_compiling():  # a constant, in code that Dynamo traces
+    if torch.compiler.is_dynamo_compiling():  # Dynamo traces this as a constant
         return True
-    if not torch.compiler._is_compiling_flag:  # is_compiling() takes two more calls
+    if not torch.compiler._is_compiling_flag:  # is_compiling() would take two more calls
         return False
     return torch._C._len_torch_dispatch_stack() > 0 or TracingContext.try_get() is not None
 
@@ -91,7 +90,7 @@ def batched(*tensors: Tensor | None) -> bool:
 def transformed() -> bool:
     """Return True under a torch.func transform or forward-mode AD, which no kernel supports.
 
-    Under torch.compile the result is False, except for gradients per sample, vmap(grad(...)).
+    Under torch.compile the result is False, except for per-sample gradients, vmap(grad(...)).
     """
     if torch.compiler.is_dynamo_compiling():
         return _gradients_per_sample()
@@ -100,7 +99,7 @@ def transformed() -> bool:
 
 @traced_as_constant
 def _gradients_per_sample() -> bool:
-    """Return True in vmap and grad, which together cannot trace a torch.autograd.Function."""
+    """Return True under vmap and grad, in which Dynamo cannot trace a torch.autograd.Function."""
     keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
     kinds = torch._C._functorch.TransformType
     return kinds.Vmap in keys and kinds.Grad in keys
@@ -109,8 +108,8 @@ def _gradients_per_sample() -> bool:
 def in_transform() -> bool:
     """Return True under a torch.func transform or forward-mode AD.
 
-    In contrast to `transformed`, this function does not test for torch.compile. It must not be
-    called in code that torch.compile traces.
+        In contrast to `transformed`, the result does not depend on torch.compile. Do not call this
+        in code that torch.compile traces.
     """
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
@@ -136,8 +135,8 @@ def has_tangent(*tensors: Tensor) -> bool:
 def host_readable(tensor: Tensor) -> bool:
     """Return True if values can be read on the host without a device sync or a graph break.
 
-    This requires a tensor on the CPU and an eager call, which modes may intercept unless they trace
-    it. For example, torch.set_default_device sets a mode.
+    The tensor must be on the CPU, and no tracing may be active. Other modes may be active, such as
+    that of torch.set_default_device.
     """
     if tensor.device.type != "cpu":
         return False
@@ -155,8 +154,7 @@ def _readable_in_modes(tensor: Tensor) -> bool:
 def savable(tensor: Tensor) -> bool:
     """Return True if an autograd.Function may save the tensor for its backward.
 
-    False only if grad mode is enabled and the tensor was created under torch.inference_mode: such a
-    tensor must be cloned first.
+    With grad mode enabled, a tensor created under torch.inference_mode must be cloned instead.
     """
     return is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 

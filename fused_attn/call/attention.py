@@ -1,12 +1,12 @@
-"""An attention call as a value: its options, before and after validation, and its results.
+"""Attention calls as objects: unvalidated and validated arguments, options, and results.
 
-The public function passes its arguments on as one object. Backends that accept unchecked calls run
-their forward on it. If that returns None, call/validation.py either raises an error or returns a
-validated call, which the backend then runs. Most calls skip validation this way, because it takes
-longer than a small kernel.
+The public functions pass an UncheckedAttention. A backend with accepts_unchecked runs it directly,
+because validation takes longer than a small kernel. If there is no such backend or it returns None,
+call/validation.py raises an error, or returns an AttentionCall for the backend that `select`
+returns.
 
-Methods of the validated call compute the shapes and strides of outputs and gradients for the
-backends and the fake implementations of the ops. The C++ module for CPUs computes the same ones.
+AttentionCall also computes the shapes and strides of outputs and gradients, for the backends and
+the fake implementations of the ops. The C++ module for CPUs computes the same shapes and strides.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class AttentionOptions(Flat):
             int or None.
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
             distributed/sharding.py). None if the call is not a shard of a global call.
-        partial: True for a partial result, over some of the keys, which the caller merges with
+        partial: True if the result covers only some of the keys, and the caller merges it with
             others. out and all gradients then have the statistics dtype (float32 for 16-bit
             tensors), and the backward receives the merged out and lse.
-        decoding: True if the queries are the last rows of sequences of any length. Kernels are then
-            chosen by the number of queries alone, so the bits of a sequence do not depend on the
-            lengths of others.
+        decoding: True if the queries are the last rows of sequences of any length. The number of
+            queries alone then determines the kernel, so the result of a sequence is bitwise
+            independent of the lengths of others.
     """
 
     scale: float
@@ -74,8 +74,7 @@ class AttentionOptions(Flat):
     def prepare(self, head_dim: int) -> bool:
         """Set the default scale of an unchecked call, and return True if all options are valid.
 
-        False means that `checked` must convert or reject an option. A given seed also returns
-        False.
+        Returns False if `checked` must convert or reject an option, or if a seed is given.
         """
         scale: Any = self.scale
         softcap: Any = self.softcap
@@ -181,9 +180,9 @@ class UncheckedAttention:
         return isinstance(mask, MaskSpec) and mask.cu_seqlens_q is not None
 
     def with_batch(self) -> UncheckedAttention:
-        """Return a packed call with tensors (1, num_heads, total, head_dim), as a backward needs.
+        """Return this packed call with tensors (1, num_heads, total, head_dim), for the backward.
 
-        It has the same options object.
+        Both calls share one options object.
         """
         query, key, value = (t.transpose(0, 1)[None] for t in (self.query, self.key, self.value))
         return UncheckedAttention(query, key, value, self.attn_mask, False, True, self.options)
@@ -211,9 +210,9 @@ class UncheckedAttention:
 @flattens
 @dataclass(eq=False)
 class AttentionCall(Flat):
-    """Attention call that kernels can take: softmax(mask(scale * query @ key^T)) @ value.
+    """Attention call in the form for kernels: softmax(mask(scale * query @ key^T)) @ value.
 
-    It is validated, or created by `UncheckedAttention.assume_checked`.
+    Validation or `UncheckedAttention.assume_checked` creates it.
 
     Attributes:
         query: (batch, num_heads, seqlen_q, head_dim). For packed sequences (see MaskSpec), batch is
@@ -275,8 +274,8 @@ class AttentionCall(Flat):
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
         """Allocate uninitialized gradients of query, key, value and bias.
 
-        Query, key and value gradients have the dimension order of their tensors. The bias gradient
-        is contiguous, or empty without needs_bias.
+        The gradients of query, key and value have the memory order of their tensors. The gradient
+        of bias is contiguous, or empty without needs_bias.
         """
         query, bias = self.query, self.mask.bias
         q, k, v = (
@@ -308,9 +307,9 @@ class AttentionCall(Flat):
 class AttentionOutputs(NamedTuple):
     """Results of an attention forward.
 
-    A missing result is None, or an empty tensor where all results must be tensors: in the ops of
-    torch.library, and where kernels write to the results of `AttentionCall.outputs`. The results of
-    an unchecked packed call have the caller's shapes.
+    A missing result is None. It is an empty tensor in the ops of torch.library, and in the results
+    that `AttentionCall.outputs` allocates for kernels. The results of an unchecked packed call have
+    the caller's shapes.
 
     Attributes:
         out: (batch, num_heads, seqlen_q, head_dim_v), in query's layout (see `laid_out_like`).
@@ -348,8 +347,8 @@ class AttentionOutputs(NamedTuple):
 class AttentionGradients(NamedTuple):
     """Gradients of an attention call, each in the shape and dtype of its tensor.
 
-    In a partial result, all have the statistics dtype.
-    The gradient of bias is None, or an empty tensor in torch.library ops, if it is not requested.
+    For a partial result, all have the statistics dtype. If the gradient of bias is not requested,
+    it is None, or an empty tensor in torch.library ops.
     """
 
     query: Tensor

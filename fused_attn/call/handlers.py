@@ -26,12 +26,12 @@ class Handler(Protocol):
     def attention(
         self, call: UncheckedAttention, want_lse: bool, named: str | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as `dispatch.attention` does, but without sinks."""
+        """Compute the results of `dispatch.attention` without sinks."""
 
     def attention_with_weights(
         self, call: UncheckedAttention, average: bool, named: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute as `dispatch.attention_with_weights` does."""
+        """Compute the results of `dispatch.attention_with_weights`."""
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel
@@ -53,7 +53,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def dtensors() -> Any:
-    """Return the handler of DTensors, distributed/dtensors.py, which computes norms, too."""
+    """Return the module distributed/dtensors.py, which handles attention and norms of DTensors."""
     from fused_attn.distributed import dtensors
 
     return dtensors
@@ -83,7 +83,7 @@ def check_no_dtensors(first: str, tensor: object, **others: object) -> None:
 
 @contextlib.contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
-    """Pass all attention calls of the process to `handler` within the block; None for none."""
+    """Pass all attention calls of the process to `handler` within the block; None disables this."""
     global context
     before, context = context, handler
     try:

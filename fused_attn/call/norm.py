@@ -1,4 +1,4 @@
-"""A norm call as a value: its options, before and after validation, and its results.
+"""Norm calls as objects: unvalidated and validated arguments, options, and results.
 
 See call/attention.py.
 """
@@ -60,8 +60,7 @@ class NormOptions(Flat):
     def prepare(self, dtype: torch.dtype) -> bool:
         """Set the default eps of an unchecked call, and return True if all options are valid.
 
-        False means that `checked` must convert or reject an option. A given seed also returns
-        False.
+        Returns False if `checked` must convert or reject an option, or if a seed is given.
         """
         if self.eps is None and self.rms:
             self.eps = default_eps(dtype)
@@ -290,8 +289,8 @@ class NormBackward(NamedTuple):
     """A backward of a norm.
 
     Attributes:
-        call: the call of the forward, without residual, and with the sum that was normalized as
-            input.
+        call: the call of the forward, whose input is replaced by the sum residual + dropout(input),
+            and which has no residual.
         mean, rstd: outputs of the forward. mean is None, or empty, for RMS norms.
         grad_out: gradient of out.
         grad_total: gradient of the sum, or None.

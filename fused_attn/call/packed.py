@@ -51,7 +51,7 @@ def packed_spec(
         batch = starts_q.shape[0] - 1
         spec = spec_of_mask(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query.device)
         band = spec.band
-        if band is not None:  # lengths other than those of the sequences need `bounds`
+        if band is not None:  # only `bounds` can express padding within the sequences
             same = 0 if cu_seqlens_q is cu_seqlens_k else None
             band = band._replace(offset=same) if band.lengths == 1 else None
         # A cached value must not hold a reference to the tensor that owns the cache.

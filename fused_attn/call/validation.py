@@ -166,8 +166,7 @@ def checked_attention(
 
 
 def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Validate packed (total, num_heads, head_dim) tensors; view them as (1, num_heads, total,
-    head_dim)."""
+    """Validate packed tensors (total, heads, dim) and return views (1, heads, total, dim)."""
     check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     check_same("value", "num_heads_kv", value.shape[1], key.shape[1], "key")
     check_heads("key", query, key)

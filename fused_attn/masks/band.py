@@ -71,7 +71,7 @@ def band_of(spec: Any) -> Band | None:
 
 
 def of_kind(kind: str) -> Band | None:
-    """Return the Band that MaskSpec.kind determines: of "none" and "causal". Otherwise None."""
+    """Return the Band of a MaskSpec of kind "none" or "causal"; None for other kinds."""
     return {"none": NO_BAND, "causal": _CAUSAL}.get(kind)
 
 

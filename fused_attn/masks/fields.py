@@ -26,7 +26,7 @@ DIMENSIONS = {
     "intervals": "bhQ2",
     "bits": "bhqW",
 }
-# Not derived from DIMENSIONS: a new tensor is listed there before every reader handles it.
+# Not derived from DIMENSIONS, because new tensors are listed there before all readers support them.
 KNOWN = frozenset(
     (
         "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",

@@ -2,8 +2,8 @@
 
 With bands, lengths, prefixes, contiguous documents and packed sequences, the visible keys of each
 query are contiguous. Two int32 tables, of the first key and the end, describe such a mask exactly.
-Block-sparse engines such as FlexAttention need these tables, as a mask function with two
-comparisons, and the block lists.
+Block-sparse engines such as FlexAttention evaluate a mask function that compares keys with these
+tables, and skip the blocks that are not listed.
 
 All tables are computed on the mask's device without a synchronization. Unless the mask has a dense
 tensor, no tensor of seqlen_q x seqlen_k elements is allocated.
@@ -253,8 +253,8 @@ def block_lists(intervals: Intervals, block_size: tuple[int, int]) -> BlockLists
 def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the blocks with a visible position, and the blocks without a masked position.
 
-    Both are bool (1 or batch, 1 or num_heads, query blocks, KV blocks). A bias is ignored for the
-    second.
+    Both are bool (1 or batch, 1 or num_heads, query blocks, KV blocks). The second ignores -inf in
+    a bias.
     """
     block_q, block_k = block_size
     begin, end, seqlen_k = intervals.begin, intervals.end, intervals.seqlen_k
@@ -284,7 +284,7 @@ def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[
 
 
 def _rows_covering(first: Tensor, last: Tensor, block_q: int, blocks_k: int) -> Tensor:
-    """Count the query rows of each query block whose range of KV blocks includes a KV block.
+    """Count, for each query block and KV block, the query rows whose range includes the KV block.
 
     The range of a query row is [first, last), both (batch, seqlen_q). The result is int32 (batch,
     query blocks, blocks_k).

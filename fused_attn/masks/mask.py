@@ -250,8 +250,8 @@ def diagonals(left: int, right: int, offset: Tensor | None = None) -> Mask:
     """Return the mask -left <= j - i - offset <= right. left may be negative.
 
     Args:
-        offset: int64 (batch,). Padding, which the composed mask must have, does not change it. None
-            means 0.
+        offset: int64 (batch,), for a mask that also has padding, which does not change the offset.
+            None means 0.
     """
     if left >= UNLIMITED and right >= UNLIMITED:
         return Mask()
@@ -343,11 +343,11 @@ def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:
-    """Return all tensors in a condition, in nested tuples of conditions or read by a function."""
+    """Return all tensors in a condition: in nested tuples, or read by its function."""
     if isinstance(condition, Tensor):
         return [condition]
     if callable(condition):
-        # The graph evaluates the function under torch.compile.
+        # Under torch.compile, the graph itself evaluates the function.
         return [] if is_compiling() else _tensors_read(condition, set())
     if is_dataclass(condition):
         condition = tuple([getattr(condition, f.name) for f in fields(condition)])
@@ -357,7 +357,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
 
 
 def _tensors_read(value: Any, seen: set[int]) -> list[Tensor]:
-    """Return the tensors in a value, or that a function reads: captured, global or by default."""
+    """Return the tensors in a value; for a function, in its closure, globals and defaults."""
     if isinstance(value, Tensor):
         return [value]
     if id(value) in seen:
@@ -384,7 +384,7 @@ def _tensors_read(value: Any, seen: set[int]) -> list[Tensor]:
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a condition, or nested tuples of conditions, with function(tensor) for each tensor."""
+    """Return a condition, or nested tuples of conditions, with function applied to each tensor."""
     if isinstance(condition, Tensor):
         return function(condition)
     if isinstance(condition, tuple):

@@ -1,10 +1,10 @@
 """Masks from functions of positions, as in FlexAttention, and unions of masks.
 
 A function is evaluated for the shape of a call, a block of rows at a time. If the visible keys of
-each query are consecutive, the mask becomes bands, lengths, prefixes and documents that express
-these intervals, or on a CPU a table of them. Kernels then skip tiles, and no tensor of seqlen_q x
-seqlen_k elements is allocated. Otherwise the mask becomes a table of bits on a CPU, and dense on
-other devices.
+each query are consecutive, the mask becomes bands, key masks, prefixes and documents that express
+these intervals, or on a CPU a table of intervals. Kernels then skip tiles, and no tensor of
+seqlen_q x seqlen_k elements is allocated. All other masks become a table of bits on a CPU, and
+dense tensors on other devices.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
 
 def from_block_mask(block_mask: Any) -> Mask:
     """Return the Mask of a BlockMask of FlexAttention: its listed blocks, and its mask_mod."""
-    # The function must not hold the BlockMask, which is the key of a cache of such functions.
+    # The function must not reference the BlockMask, which is a weak key of the cache in tensors.py.
     block_q, block_k = block_mask.BLOCK_SIZE
     own = block_mask.mask_mod
     columns = -(-block_mask.seq_lengths[1] // block_k)
@@ -93,7 +93,7 @@ def from_block_mask(block_mask: Any) -> Mask:
 
 
 def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return which blocks are listed, as bool (batch, num_heads, rows, columns)."""
+    """Return a mask of the listed blocks, bool (batch, num_heads, rows, columns)."""
     places = torch.arange(indices.shape[-1], device=indices.device)
     index = torch.where(places < counts[..., None], indices, columns).long()
     table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
@@ -111,7 +111,7 @@ def resolved(mask: Mask, shape: Shape, device: torch.device) -> Mask:
         return mask
     result = Mask(*(c for c in mask.conditions() if c is not mask.mask_mods))
     for mask_mod in mask.mask_mods:
-        if isinstance(mask_mod, tuple):  # a union, whose bands end where the sequences end
+        if isinstance(mask_mod, tuple):  # a union; its bands align with the ends of the sequences
             mask_mod = tuple([Mask(paddings=mask.paddings) & member for member in mask_mod])
         result &= _resolved(mask_mod, shape, device)
     return result
@@ -133,7 +133,7 @@ def _resolved(mask_mod: Any, shape: Shape, device: torch.device) -> Mask:
 def recognized(
     visible: Callable[[range], Tensor], used: Shape, shape: Shape, device: torch.device
 ) -> Mask:
-    """Return the mask of some visible keys, as a dense tensor only if necessary.
+    """Convert visible keys to a Mask, with a dense tensor only if necessary.
 
     Args:
         visible: returns the visible keys of some rows, bool (batch or 1, num_heads or 1, rows,
@@ -172,15 +172,15 @@ def recognized(
 
 
 class Reads(TorchFunctionMode):
-    """Records the tensors whose values functions of torch read, but did not make.
+    """Mode that records tensors whose values torch functions read, but which they did not return.
 
-    Under vmap, arguments of the vectorized function and what is computed from them are omitted.
+    Under vmap, batched tensors are not recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.read: dict[int, Tensor] = {}
-        self.made: dict[int, Tensor] = {}  # keeps the tensors, and so their ids
+        self.made: dict[int, Tensor] = {}  # results; references to them keep their ids unique
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -216,7 +216,7 @@ def used_shape(function: MaskMod, shape: Shape, device: torch.device) -> Shape:
 
 
 def row_blocks(shape: Shape) -> Iterator[range]:
-    """Yield ranges of rows with at most CHUNK positions each, or of one row."""
+    """Yield ranges of at least one row, with at most CHUNK positions each if possible."""
     batch, heads, seqlen_q, seqlen_k = shape
     size = max(1, CHUNK // (batch * heads * seqlen_k))
     for start in range(0, seqlen_q, size):
@@ -258,7 +258,7 @@ def _intervals(seen: Tensor) -> Tensor | None:
 
     Returns None if the visible keys of a query are not consecutive.
     """
-    # A bool sum of int64 takes seven times as long (torch 2.13).
+    # Summing bool as int64 takes seven times as long (torch 2.13).
     starts = (seen[..., 1:] > seen[..., :-1]).sum(-1, dtype=torch.int32)
     if bool((seen[..., 0] + starts > 1).any()):
         return None
@@ -275,7 +275,7 @@ def _structure(first: Tensor, end: Tensor, shape: Shape) -> Mask | None:
     begin = torch.minimum(begin, stop)  # handles sequences without visible keys
     row = torch.arange(1, first.shape[1] + 1, device=first.device)
     key = torch.arange(seqlen_k, device=first.device)
-    # Not `padding`, whose lengths move bands that are aligned at the bottom right.
+    # A key mask, because the lengths of `padding` would move bottom-right bands.
     keys = Mask(dense_masks=(((key >= begin) & (key < stop))[:, None, None],))
     all_keys = torch.zeros_like(begin), torch.full_like(stop, seqlen_k)
     for limits, (lo, hi) in ((Mask(), all_keys), (keys, (begin, stop))):

@@ -29,7 +29,7 @@ def materialize(
 
     Args:
         dtype: dtype in which ALiBi biases are computed.
-        first_row: position of the first query, if seqlen_q is a number of rows of a larger mask.
+        first_row: position of the first query, if the seqlen_q rows are a part of the mask.
 
     Returns:
         The visible positions (bool) and the additive bias (float), both broadcastable to (batch,

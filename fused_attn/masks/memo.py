@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
     Attributes:
         sources: for each tensor a weak reference, its version counter and its data pointer.
-        read: as sources, of the tensors of `note_reads` while the value was computed.
+        read: as sources, for the tensors that `note_reads` recorded during the computation.
         value: the cached value.
     """
 
@@ -43,9 +43,9 @@ _of_thread = threading.local()  # .computing: the reads of each value that is be
 
 
 def note_reads(tensors: Iterable[Tensor]) -> None:
-    """Make the values that are being computed on this thread depend on tensors.
+    """Record tensors as dependencies of all values that this thread is computing.
 
-    The callers of `recall` need not know them.
+    The callers of `recall` do not need to pass them.
     """
     for read in getattr(_of_thread, "computing", ()):
         read.update((id(tensor), tensor) for tensor in tensors)
@@ -89,8 +89,8 @@ def recall(
     return recall_eager(memo, key, tensors, device, make, limit)
 
 
-# Values read during the capture of a CUDA graph, by id: its replays read their memory. torch does
-# not tell when a graph is deleted, so they are kept until the process ends.
+# Values read while a CUDA graph was captured, by id. Replays read their memory. torch does not
+# report the deletion of a graph, so the values live until the process ends.
 _of_graphs: dict[int, object] = {}
 
 # Maps id(tensor) to the memo of the tensor. An id is unique only while its tensor is alive, so
@@ -107,9 +107,9 @@ def recall_on_tensor(
 ) -> T:
     """Call `recall` with the memo of `tensor`, which has the lifetime of the tensor.
 
-    A view is a new object in each call. If it is the only one of the tensors, the value is cached
-    on its base, for its address, shape and strides. The value must not reference `tensor`, or it
-    would never be freed. The limit defaults to _LIMIT_OF_TENSOR.
+    Slicing creates a new view object each time. If a view is the only source, its value is cached
+    on the base tensor, under the address, dtype, shape and strides of the view. The value must not
+    reference `tensor`, which would then never be freed. The limit defaults to _LIMIT_OF_TENSOR.
     """
     if is_intercepted():
         return make()
@@ -128,7 +128,7 @@ def memo_of(tensor: Tensor) -> Memo:
     number = id(tensor)
     entry = _of_tensors.get(number)
     if entry is None or entry[0]() is not tensor:
-        # At the interpreter's exit, the module's globals are None.
+        # A default argument, because the module's globals are None when the interpreter exits.
         def forget(ref: weakref.ref[Tensor], entries: Any = _of_tensors) -> None:
             if entries.get(number, (None,))[0] is ref:
                 del entries[number]
@@ -176,7 +176,7 @@ def recall_eager(
     finally:
         found = list(computing.pop().values())
     memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
-    # Other graphs and calls would read a value of a captured graph before a replay computes it.
+    # A value from a captured graph is undefined until a replay, so others must not read it.
     if capturing or not cacheable(found):
         return value
     memo[key] = Entry(_sources(tensors), _sources(found), value)

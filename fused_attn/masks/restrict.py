@@ -1,4 +1,4 @@
-"""Masks of parts of a call: some heads, sequences, or queries and keys, of a larger call."""
+"""Masks of a part of a call: some of its heads, sequences, or queries and keys."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _shifted_bounds(bounds: Tensor, queries: range, keys: range) -> Tensor:
         column[name] = torch.where(diagonal.abs() < UNLIMITED, diagonal + offset, diagonal)
     column["alibi_offset"] = column["alibi_offset"] + offset
     prefix, none = column["prefix_end"], torch.zeros_like(column["prefix_end"])
-    if queries == keys:  # key 0 is visible to every query, so a prefix of 1 is an empty one
+    if queries == keys:  # key 0 is visible to every query, so 1 is an empty prefix
         column["prefix_end"] = torch.where(prefix > 0, (prefix - keys.start).clamp(min=1), none)
         return torch.stack([column[name] for name in BOUNDS], dim=1)
     if keys.start >= queries.stop:  # only the prefix is visible

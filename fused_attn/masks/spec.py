@@ -146,7 +146,7 @@ class MaskSpec(Flat):
         return replace(self, **apart) if apart else self
 
     def own_memo(self) -> Memo:
-        """Return the cache of values derived from this spec; copies of the spec have their own."""
+        """Return the cache of values derived from this spec. Copies of the spec do not share it."""
         if self.memo is None:
             if is_compiling():
                 return {}
@@ -177,7 +177,7 @@ def spec_of_mask(
 ) -> MaskSpec:  # fmt: skip
     """Return the MaskSpec of a Mask for this shape and device, cached on the Mask.
 
-    None means that every position is visible. A GPU must have an index, as that of a tensor.
+    None means that every position is visible. On a GPU, `device` must have an index.
 
     Raises:
         ValueError: a tensor of the mask does not fit the shape, or is on another device.
@@ -237,7 +237,7 @@ def spec_of(
 def _convert(mask: Mask, shape: Shape, device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
     mask = resolved(mask, shape, device)
-    # Lengths, ids and slopes may also be on the CPU, where those given as lists are.
+    # Lengths, ids and slopes may also be on the CPU, because lists are converted to CPU tensors.
     tensors = mask.tensors()
     elsewhere = [t for t in tensors if t.device not in (device, torch.device("cpu"))]
     for tensor in (*elsewhere, *mask.dense_masks, *mask.biases, *mask.intervals, *mask.bits):
@@ -418,7 +418,7 @@ def _as_4d(tensor: Tensor, shape: Shape) -> Tensor:
         raise ValueError(f"attn_mask must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
-        if have != 1 and have != want:  # Dynamo cannot search for symbolic sizes
+        if have != 1 and have != want:  # Dynamo does not support `in` for symbolic sizes
             # In self-attention, a transposed layout passes all earlier checks. The mask is the
             # first argument whose shape does not fit.
             swapped = shape[2] == shape[3] != shape[1] > 1

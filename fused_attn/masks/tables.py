@@ -39,7 +39,7 @@ def refuse_tables(spec: Any, what: str) -> None:
 
 
 def without_tables(spec: Any, seqlen_k: int, *, intervals: bool = True) -> Any:
-    """Return the mask with its tables as a part of `dense`.
+    """Return the mask with its tables merged into `dense`.
 
     Args:
         spec: a MaskSpec, which is returned unchanged if it has no tables.

@@ -1,4 +1,4 @@
-"""Masks from tensors, and from the objects that torch has for masks."""
+"""Masks from tensors and from torch's mask objects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fused_attn.masks.mask import Mask, causal, describe
 from fused_attn.masks.mask_mod import from_block_mask
 from fused_attn.masks.memo import recall
 
-# One Mask for each BlockMask, which many layers receive, so that it is evaluated once.
-# BlockMask -> (the attributes that it had, its Mask).
+# Maps each BlockMask to (its attributes, its Mask), so that layers that share a BlockMask evaluate
+# it once.
 _OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mask]] = WeakKeyDictionary()
 
 # Combining conditions launches no kernels, so the cached Mask does not depend on a CUDA stream.

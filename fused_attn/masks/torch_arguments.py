@@ -158,7 +158,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 
 def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
-    """Return True if every query row has a visible key, as known without reading tensor values."""
+    """Return True if every query row has a visible key, without reading tensor values."""
     others = DIMENSIONS.keys() - {"slopes"}  # slopes add to the scores, but mask nothing
     if any(getattr(spec, name) is not None for name in others):
         return False

@@ -18,7 +18,7 @@ def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> T
 
     Returns:
         A nested tensor with the layout and the sequence lengths of `nested`. A contiguous jagged
-        one has its offsets, so that torch can add the two.
+        result shares the offsets of `nested`, so that torch can add the two.
     """
     lengths = [sequence.shape[0] for sequence in nested.unbind()]
     if not any(lengths):

@@ -85,7 +85,7 @@ def _is_large(linear: Any, input: Tensor, drops: bool) -> bool:
     numel = max(input.numel(), input.shape[:-1].numel() * getattr(linear, "out_features", 0))
     if drops:
         return numel >= MIN_NUMEL
-    weight = getattr(linear, "weight", None)  # a method of quantized layers
+    weight = getattr(linear, "weight", None)  # quantized layers have a method of this name
     limits = small_calls.limits
     trains = needs_grad(input, weight if isinstance(weight, Tensor) else None)
     return numel >= (limits.activation_training if trains else limits.activation_forward)

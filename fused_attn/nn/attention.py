@@ -208,7 +208,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """
         q = self._project_query(x)
         memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
-        # With batch_first, q is stored as (N, T, num_heads, head_dim): joining sequences is a view.
+        # With batch_first, q is stored as (N, T, num_heads, head_dim), so sequences join in a view.
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
@@ -359,7 +359,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
 
 
 def _of_keys(packed: Tensor) -> Tensor:
-    """Return the rows of key and value of a packed weight or bias."""
+    """Return the key and value rows of a packed weight or bias."""
     return packed[packed.shape[0] // 3 :]
 
 
@@ -367,7 +367,7 @@ def on_heads_of(
     module: Any, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> Any:
     """Call attend(q, k, v, *args), on the heads of this rank if HeadwiseParallel split them."""
-    # A failing getattr of a module takes 3 us. Functions are also called without a module.
+    # getattr takes 3 us for a missing attribute of a module. `module` may also be None.
     mesh = getattr(module, "__dict__", {}).get("head_mesh")
     if mesh is None:
         return attend(q, k, v, *args)

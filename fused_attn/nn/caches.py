@@ -131,7 +131,7 @@ def check_no_grad(*tensors: Tensor) -> None:
 
 
 def _fixed(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what new keys, or new values, must have in common with the cached ones."""
+    """Return the batch, heads, head_dim and dtype, which new keys or values must share."""
     return (*tensor.shape[:2], tensor.shape[3], tensor.dtype)
 
 
@@ -144,7 +144,7 @@ def _require_allocated(kept: Tensor | None) -> Tensor:
 def _ensure_capacity(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
     """Return `kept` if it fits `end` positions, else a larger copy of its first `length` positions.
 
-    An inference tensor is also copied outside of inference mode, where it must not be written to.
+    Outside of inference mode, an inference tensor is always copied, because it is read-only there.
     """
     frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
     if kept is not None and kept.shape[2] >= end and not frozen:

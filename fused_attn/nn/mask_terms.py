@@ -68,7 +68,7 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Return a float mask unchanged, and a bool mask, whose True means ignore, inverted."""
+    """Invert a bool mask (True = ignore), and return a float mask unchanged."""
     return ~mask if mask.dtype == torch.bool else mask
 
 

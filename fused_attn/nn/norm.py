@@ -19,7 +19,7 @@ class Norm(FromTorch):
     def _forward_nested(self, input: Tensor) -> Tensor:
         """Normalize a nested tensor; encoder layers pass such tensors to norms in inference."""
         if input.layout == torch.jagged:
-            # torch's op preserves the symbolic ragged size, which must match that of the residual.
+            # torch's op preserves the symbolic ragged size, which must equal that of the residual.
             return super().forward(input)
         return on_padded(lambda padded, _: self.forward(padded), input)
 

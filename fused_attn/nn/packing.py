@@ -93,8 +93,8 @@ def saves_time(x: Tensor, ignored: Tensor, training: bool) -> bool:
     Args:
         x: padded batch, (*, width).
         ignored: (N, S) bool, True for padding.
-        training: the layers are in training mode. A reentrant checkpoint runs the forward without
-            gradients, and must not be packed in the recomputation only: dropout would differ.
+        training: True if a layer is in training mode. A reentrant checkpoint runs its first forward
+            without gradients. Packing only the recomputation would then change the dropout mask.
     """
     if is_compiling():
         return True
@@ -162,7 +162,7 @@ def can_pack(
         return False
     if must_stay_padded(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False
-    # Checked before the modules, which takes 30 us per layer.
+    # First, because checking the modules takes 30 us per layer.
     if not saves_time(src, ignored, any(layer.training for layer in layers)):
         return False
     if norm is not None and not (type(norm) in _NORMS and is_unmodified(norm)):
@@ -199,7 +199,7 @@ def _one_dynamic_graph() -> bool:
 
 
 def outside_graphs(decide: Callable[..., Packing | None], x: Tensor, *args: Any) -> Packing | None:
-    """Compute decide(x, *args); torch.compile breaks the graph here, if that is allowed.
+    """Compute decide(x, *args). If permitted, torch.compile breaks the graph here.
 
     The decision depends on values. The graph after the break has a dynamic number of tokens, and
     one more is compiled for batches that stay padded. On GPUs, there is no break and all batches

@@ -133,8 +133,8 @@ def convert(module: Module) -> Module:
 def torch_infers(module: Module, x: Tensor) -> bool:
     """Return True if torch's inference fast path may compute `module`.
 
-    This requires evaluation mode, plain parameters and a default backend that wraps torch's kernels
-    for the device of x. Under torch.compile, the result is always False.
+    This requires evaluation mode, no DTensor parameters, and a default backend for the device of x
+    that wraps torch's kernels. Under torch.compile, the result is always False.
     """
     if module.training or is_compiling():
         return False
@@ -154,7 +154,7 @@ def wrapped(module: Module) -> str | None:
     return None
 
 
-# Methods of torch.nn that compute results; fused modules have a forward of their own.
+# Methods of torch.nn that compute results. Fused modules override `forward`.
 _PASSES = ("forward", "_sa_block", "_mha_block", "_ff_block")
 
 
@@ -169,7 +169,7 @@ def patched(module: Module) -> str | None:
 
 
 def patched_class(cls: type) -> str | None:
-    """Return the reason why a method of a torch.nn class is not torch's, or None."""
+    """Return the reason if a method of a torch.nn class was replaced, or None."""
     for name in _PASSES if cls.__module__.startswith("torch.nn.") else ():
         if name in vars(cls) and not is_original(cls, name):
             return f"{qualified_name(cls)}.{name} was replaced"

@@ -366,8 +366,8 @@ def _share_masks(
     """Combine the masks into one Mask that caches derived data for the kernels of all layers.
 
     Returns the mask, key_padding_mask and is_causal arguments for each layer. They are unchanged
-    for other layer classes, which do not support Masks, and for layers with hooks, which may read
-    them. They are also unchanged under torch.compile, which eliminates common subexpressions.
+    for layers of other classes, which do not support Masks, and for layers with hooks, which may
+    read them. They are also unchanged under torch.compile, which merges equal subexpressions.
     """
     if mask is None and key_padding_mask is None:
         return mask, key_padding_mask, is_causal

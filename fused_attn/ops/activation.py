@@ -4,8 +4,8 @@ The input is the widest tensor of a Transformer. torch's operations read or writ
 in the forward (copy of the bias before the matmul, activation, random bits, multiplication) and in
 two or three passes in the backward.
 
-The function is not registered in torch.library. Intercepted calls use torch's operations, which
-compilers can fuse.
+`activation_pass` is not registered in torch.library. Intercepted calls use torch's operations,
+which compilers can fuse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fused_attn.base.torch_state import (
 
 
 def activation_backend(input: Tensor) -> Backend | None:
-    """Return the backend of `activation_pass` for a tensor, and for the result of a matmul of it.
+    """Return the backend of `activation_pass` for a tensor or a linear projection of it.
 
     Returns None if torch's operations must be used.
     """

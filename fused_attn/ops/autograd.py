@@ -1,10 +1,10 @@
 """The autograd.Functions of the ops, and the functions that apply them.
 
-First-order gradients are computed by kernels; second_order.py differentiates a backward. `apply`
-receives the call, and its tensors again as arguments, which autograd and torch.compile track.
+Kernels compute first-order gradients, and second_order.py differentiates a backward. `apply`
+receives the call, and its tensors once more as arguments, which autograd and torch.compile track.
 
-Programs of torch.export call the ops instead, which apply the Functions when they run: torch would
-export the forward of a Function without gradients.
+torch.export would record the forward of a Function without gradients. Exported programs therefore
+call the ops, which apply the Functions at run time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _ATTENTION_FIRST, _WEIGHTS_FIRST, _NORM_FIRST = 4, 5, 4
 
 
 class _Attention(Function):
-    """Autograd Function of `attention`. Under torch.compile, `forward` has to run the op."""
+    """Autograd Function of `attention`. `forward` runs the op if `outputs` is None."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _Norm(Function):
             outputs = library.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
         _mark_statistics(ctx, outputs[2:count])
-        # The backward kernel needs only the sum, which is input without residual and dropout.
+        # The backward kernel needs only the sum, which equals input without residual and dropout.
         # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)

@@ -53,13 +53,13 @@ def run(
 
 
 class _Step(NamedTuple):
-    """Step to compute.
+    """A decoding step, and the backend that computes it.
 
     Attributes:
-        call: its key and value are the caches; its mask is for update.capacity keys.
+        call: key and value are the caches; the mask has update.capacity keys.
         backend: backend that computes it.
         update: new keys and values.
-        by_kernel: `update.plain` is true, and the tensors of the mask are plain, too.
+        by_kernel: True if nothing intercepts the call, and all tensors and masks are plain.
     """
 
     call: AttentionCall
@@ -75,9 +75,9 @@ def _unchecked_step(
     options: AttentionOptions,
     named: str | None,
 ) -> _Step | None:
-    """Return a step without attn_mask on the CPU, up to the end of the longest sequence.
+    """Return an unvalidated CPU step without attn_mask, for keys up to the longest sequence.
 
-    Returns None if the step requires `_checked_step`, which makes a small step take 3 times as long
+    Returns None if the step requires `_checked_step`, with which a small step takes 3 times as long
     (8 heads, 400 keys, head_dim 64).
     """
     if not update.plain or update.ends is None or query.device.type != "cpu" or any_autocast():
@@ -103,7 +103,7 @@ def _checked_step(
     want_lse: bool,
     named: str | None,
 ) -> _Step:
-    """Return a step on any device and backend."""
+    """Validate a step for any device, mask and backend."""
     update = update._replace(lengths=torch.as_tensor(update.lengths, device=query.device))
     batch, num_heads, seqlen_q, _ = query.shape
     mask = with_cache_lengths(attn_mask, is_causal, update.lengths, update.seqlen_new, seqlen_q)
@@ -140,7 +140,7 @@ def _attend(step: _Step, is_causal: bool | None, want_lse: bool) -> tuple[Tensor
 
 
 def _is_refused(update: CacheUpdate) -> bool:
-    """Return True if torch refuses to write to a cache: an inference tensor outside of its mode."""
+    """Return True if new rows cannot be written, because a cache is an inference tensor."""
     if update.seqlen_new == 0 or torch.is_inference_mode_enabled():
         return False
     keys, values = update.caches
@@ -148,10 +148,11 @@ def _is_refused(update: CacheUpdate) -> bool:
 
 
 def _for_torch(call: AttentionCall, update: CacheUpdate, is_causal: bool | None) -> AttentionCall:
-    """Return the call in the form that torch's kernels need.
+    """Return the call in the form that torch's kernels require.
 
-    They multiply masked weights of 0 by the values after the end of a sequence, which are set to 0
-    because they may be NaN. If the host knows the lengths, keys and values end at the longest.
+    Keys and values after the end of a sequence are set to 0, because torch multiplies them by
+    weights of 0, and 0 * NaN is NaN. If the host knows the lengths and there is no attn_mask, keys
+    and values end at the longest sequence.
     """
     if update.ends is not None and is_causal is not None:
         shortest, longest = update.ends

@@ -1,7 +1,7 @@
 """FLOP formulas of the registered ops, for torch.utils.flop_counter.
 
-The formulas are registered when other code imports that module. It is not imported here, because it
-imports triton, which takes 0.2 s and 62 MB.
+They are registered after another module imports torch.utils.flop_counter. Importing it here would
+import triton, which takes 0.2 s and 62 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fused_attn.base.behind_import import behind_import
 from fused_attn.base.namespace import OPS
 from fused_attn.call.attention import AttentionCall
 
-# Products of the size of query @ key^T, and of weights @ value, in each op.
+# Number of matmuls of the size of query @ key^T, and of weights @ value, in each op.
 _PRODUCTS = {
     "attention_fwd": (1, 1),
     "attention_bwd": (3, 2),

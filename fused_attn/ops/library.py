@@ -32,7 +32,7 @@ from fused_attn.ops import decompositions, flops, seeds
 
 
 def accepted(results: Any) -> Any:
-    """Return the results of a pass; raise ValueError if they are None: the call is invalid now."""
+    """Return the results of a pass; raise ValueError if it returned None for an invalid call."""
     if results is None:
         raise ValueError(
             "the tensors of a validated call no longer fit together: a saved-tensor hook or another"
@@ -50,8 +50,8 @@ def attention_fwd(
     """Compute the outputs of an attention forward.
 
     Args:
-        for_backward: also compute what the backward needs. Without it, backends may use faster
-            kernels for calls with few queries.
+        for_backward: also compute the outputs that the backward needs. Otherwise, backends may use
+            faster kernels for calls with few queries.
         want_lse: compute lse.
     """
     if plain_eager(*call.tensors()):
@@ -123,7 +123,7 @@ def norm_bwd(work: NormBackward, backend: Backend) -> NormGradients:
 
 
 def _run_norm_kernels(work: NormBackward, backend: Backend) -> NormGradients:
-    """Run the kernels, which ignore the negative bit of gradients."""
+    """Run the norm backward without negative bits in gradients, which the kernels ignore."""
     grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
     return accepted(backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total)))
@@ -340,7 +340,7 @@ def _register(run: Any, fake: Any, call: type[Flat], parameters: str, returns: s
 
 
 def register_autograd(name: str, call: type[Flat], apply: Any) -> None:
-    """Register the function that computes an op if one of its tensors needs a gradient.
+    """Register the function that computes an op if any of its tensors needs a gradient.
 
     Args:
         apply: receives the call as one object, like `_run_<name>`.
@@ -366,8 +366,8 @@ def register_autograd(name: str, call: type[Flat], apply: Any) -> None:
 def _vmap_rule(op: Any) -> Any:
     """Return a torch.vmap rule that runs an op once for each element of the batch.
 
-    The rule is used by backward ops with batched gradients of unbatched tensors. Forwards under
-    vmap use the reference.
+    Only backward ops use the rule, for batched gradients of unbatched tensors. Forwards under vmap
+    use the reference.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of dimensions are rotated, forward and backward in one pass.
+"""Rotary position embedding: rotation of pairs of dimensions, forward and backward in one pass.
 
 torch's operations need several passes over the tensor. As in ops/activation.py, the function is not
 registered in torch.library: intercepted calls use torch's operations, which compilers can fuse.
@@ -155,7 +155,7 @@ def _run(input: Tensor, rotation: Rotation, backend: Backend, backward: bool) ->
 
 
 class _Rotary(Function):
-    """Autograd Function of `rotate`. It is linear, and so is its backward."""
+    """Autograd Function of `rotate`, which is linear in input. Its backward is a rotation, too."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, *rest: Any) -> Tensor:

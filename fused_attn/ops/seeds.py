@@ -1,9 +1,9 @@
 """The registered op `new_seed`, which draws the dropout seed of intercepted calls.
 
-The backward must drop what the forward dropped, so a compiler that recomputes parts of the forward
-in the backward must not draw the seed again. With an activation_memory_budget below 1, AOTAutograd
-recomputes random operations like all others, unless the metadata of their nodes has a policy. No
-public function sets it, so this op does when it is traced.
+The backward must use the dropout mask of the forward, so a compiler that recomputes parts of the
+forward in the backward must not draw the seed again. With an activation_memory_budget below 1,
+AOTAutograd recomputes random operations like all others, unless the metadata of their nodes has a
+policy. No public function sets a policy, so this op sets it when it is traced.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fused_attn.base.torch_state import is_intercepted
 
 
 def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
-    """Return sinks, which must be a float tensor (num_heads,) on the device of lse.
+    """Validate sinks, which must be a float tensor (num_heads,) on the device of lse.
 
     Args:
         lse: (*, num_heads, seqlen_q).

@@ -108,8 +108,8 @@ def _gradients_per_sample() -> bool:
 def in_transform() -> bool:
     """Return True under a torch.func transform or forward-mode AD.
 
-        In contrast to `transformed`, the result does not depend on torch.compile. Do not call this
-        in code that torch.compile traces.
+    In contrast to `transformed`, the result does not depend on torch.compile. Do not call this
+    in code that torch.compile traces.
     """
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

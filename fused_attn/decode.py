@@ -49,8 +49,8 @@ def decode_attention(
     Backend "cuda" reads pages in place and appends new keys and values in the attention kernel, if
     seqlen_q * num_heads / num_heads_kv is at most 64 and the rows of the cache are multiples of 16
     bytes. Backend "cpp" reads pages in place for up to 4 queries and 64 new keys of a sequence.
-    Otherwise, pages are copied into a contiguous tensor at each step; if the lengths are on a GPU,
-    all pages in block_table.
+    Otherwise, pages are copied into a contiguous tensor at each step: all pages in block_table if
+    the lengths are on a GPU.
 
     Backend "flash" also appends and reads pages in place, with flash-attn 2, if the page size is a
     multiple of 256 and head_dim a multiple of 8.

@@ -1,4 +1,4 @@
-"""Public functions: attention, of padded and packed sequences, norms and rotary embeddings."""
+"""Public functions: attention of padded or packed sequences, norms, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -304,9 +304,9 @@ def rotary_embedding(
 ) -> Tensor:
     """Rotate pairs of dimensions of queries or keys by angles that depend on their positions.
 
-    On CPUs, forward and backward are one pass each; elsewhere and under torch.compile they are
-    torch's operations. Gradients of any order are supported for input; cos and sin may require
-    grad, too, and torch's operations then compute both. Results are rounded once.
+    On CPUs, forward and backward are one pass each. On other devices, under torch.compile, and if
+    cos or sin requires grad, torch's operations compute both. Gradients of any order are supported.
+    Results are rounded once.
 
     Args:
         input: (batch, num_heads, seqlen, head_dim), with any strides; float32, float16, bfloat16

@@ -53,8 +53,8 @@ class SwapReport:
         swapped: the modules and Hugging Face models that are now fused. A module that is registered
             in several places is listed under each of its names.
         skipped: modules of a swappable kind that were not swapped, with the reason.
-        unfused: modules whose code has attention, which cannot be swapped, each with a suggestion.
-            The code is read and not run: an entry is a hint, and its attention may never run.
+        unfused: modules with attention code that cannot be swapped, each with a suggestion. The
+            code is inspected, not run, so an entry is only a hint: its attention may be unused.
         notes: messages about torch settings that were changed, modules that were already fused,
             stacks that return 0 in padded rows, and fallbacks of the default backend.
     """
@@ -189,7 +189,7 @@ def swap_modules(
 
 
 def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
-    """Yield unreported modules that implement attention in their own code, outermost first."""
+    """Yield unreported modules that implement attention in their code, outermost first."""
     listed = {s.name for s in report.swapped} | {s.name for s in report.skipped}
     inside = tuple(f"{shown_name(name)}." if name else "" for name, _ in transformers_models(model))
     for name, module in model.named_modules():

@@ -35,9 +35,10 @@ class Backend:
             torch.compile and torch.func can trace. Otherwise, the subclass also implements the
             backward passes.
         accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls. They
-            return None to reject such a call. Callers never pass unvalidated calls while
-            `torch_state.is_intercepted()`.
+            return None to reject such a call. Callers never pass unvalidated calls if
+            torch intercepts calls, see `torch_state.is_intercepted`.
         wraps_torch: True if torch's unmodified kernels compute everything, with torch's semantics.
+            Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
             keys and values that are masked for every query may reach the results. Modules then use
             torch's inference fast paths, and do not pack sequences.
         empty: allocates an uninitialized tensor, in memory that the backend may reuse.
@@ -66,7 +67,7 @@ class Backend:
         return None
 
     def default_for(self, device_type: str) -> Extent:
-        """Return whether this backend can be the default for all, some or no problems.
+        """Return for which problems this backend can be the default: all, some or none.
 
         Args:
             device_type: the device of the problems, such as "cuda".

@@ -69,7 +69,7 @@ DEFECTS = {
     ),
     ("memory-efficient", GROUPED_HEADS): Defect(
         "torch",
-        "<2.14",  # by the date of the merge
+        "<2.14",  # estimated from the date of the merge
         (8, 9, 10, 11, 12),
         "leaves the call to the kernel that stores all scores",
         "https://github.com/pytorch/pytorch/pull/191085",

@@ -258,9 +258,9 @@ def _row_parts(
 
 def _requiring_grad(query: Tensor, mask: Tensor) -> Tensor:
     """Return query as a tensor that requires grad.
+
     If only the mask requires grad, torch's memory-efficient kernel reads an lse that was not
     computed, an illegal access (https://github.com/pytorch/pytorch/issues/148476).
-    is an illegal access (https://github.com/pytorch/pytorch/issues/148476).
     """
     first = mask[(0,) * mask.dim()].nan_to_num(0.0, 0.0, 0.0)
     return query + (first * 0.0).to(query.dtype)
@@ -342,7 +342,7 @@ def _enabled_kernels() -> tuple[bool, bool, bool]:
 
 
 class _CudnnOff:
-    """Context that disables cuDNN attention, in less time than torch's `sdpa_kernel`."""
+    """Context that disables cuDNN attention, with less overhead than torch's `sdpa_kernel`."""
 
     def __enter__(self) -> None:
         self.enabled = torch.backends.cuda.cudnn_sdp_enabled()
@@ -390,7 +390,7 @@ def _with_lse(
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
-    # These ops read a last dimension of any stride as if it were contiguous.
+    # These ops ignore the stride of the last dimension.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     mask, is_causal = arguments.attn_mask, arguments.is_causal
     query, scale = _positive_scale(query, scale, is_causal)

@@ -355,7 +355,7 @@ def _against(name: ProblemClass, verdict: ClassVerdict) -> str:
 
 
 def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
-    """Return why no verdict is valid: what changed since this GPU was last verified."""
+    """Return the reason why no verdict is valid: the changes since this GPU was last verified."""
     for path in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             before = json.loads(path.read_text("utf-8"))["identity"]

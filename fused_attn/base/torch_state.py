@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def traced_as_constant(function: Function) -> Function:
-    """Decorate a function that torch.compile evaluates while tracing, to a constant.
+    """Make torch.compile evaluate the function while tracing, with a constant result.
 
     Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
     """
@@ -99,7 +99,7 @@ def transformed() -> bool:
 
 @traced_as_constant
 def _gradients_per_sample() -> bool:
-    """Return True under vmap and grad, in which Dynamo cannot trace a torch.autograd.Function."""
+    """Return True under both vmap and grad, where Dynamo cannot trace an autograd.Function."""
     keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
     kinds = torch._C._functorch.TransformType
     return kinds.Vmap in keys and kinds.Grad in keys
@@ -135,8 +135,8 @@ def has_tangent(*tensors: Tensor) -> bool:
 def host_readable(tensor: Tensor) -> bool:
     """Return True if values can be read on the host without a device sync or a graph break.
 
-    The tensor must be on the CPU, and no tracing may be active. Other modes may be active, such as
-    that of torch.set_default_device.
+    The tensor must be a plain CPU tensor, and nothing may trace the call. Modes that do not trace,
+    such as that of torch.set_default_device, are permitted.
     """
     if tensor.device.type != "cpu":
         return False

@@ -25,7 +25,7 @@ _REPLACEMENTS = {
 
 
 def refuse(function: str, names: Iterable[str]) -> NoReturn:
-    """Raise TypeError for unexpected keyword arguments, with their names in this package."""
+    """Raise TypeError for an unexpected keyword argument, and suggest its replacement if known."""
     name = next(iter(names))
     hint = f"; use {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

@@ -229,7 +229,7 @@ def with_cache_lengths(
 def spec_of_ends(update: CacheUpdate, query: Tensor, is_causal: bool) -> MaskSpec:
     """Return the MaskSpec of a step without attn_mask, for keys up to the longest sequence.
 
-    Sequences of one length need no padding mask. Different lengths are supported only on a CPU,
+    Sequences of equal length need no padding mask. Different lengths are supported only on a CPU,
     where this function is faster than `spec_of_mask`.
 
     Args:

@@ -1,7 +1,7 @@
 """Diagonal bands: the masks that varlen kernels express by a window and sequence lengths.
 
-The values of `MaskSpec.bounds` are on the device of the mask. A Band describes on the host what the
-columns of `bounds` were computed from, so that a backend can be selected without a device sync.
+The values of `MaskSpec.bounds` are on the device of the mask. A Band describes the same conditions
+on the host, so that a backend can be selected without a device sync.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def of_kind(kind: str) -> Band | None:
 
 
 def band_with_lengths(mask: Mask, seqlen_q: int, seqlen_k: int) -> Band | None:
-    """Return the Band of a Mask that has lengths; None if it cannot be described by one.
+    """Return the Band of a Mask that has lengths; None if no Band describes it.
 
     Dense tensors, biases and documents are not considered, see `band_of`.
     """

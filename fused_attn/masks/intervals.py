@@ -50,8 +50,8 @@ class Intervals:
     Attributes:
         begin, end: int32 (1 or batch, seqlen_q), contiguous; begin == end if no key is visible.
         rest: conditions that an interval cannot express: documents that are not contiguous, dense
-            tensors (with bits, and intervals that differ between heads), key masks, and -inf in a
-            bias. NO_MASK if there are none.
+            tensors (including bits, and intervals that differ between heads), key masks, and -inf
+            in a bias. NO_MASK if there are none.
         rows: positions of the query rows if sequences are packed, else None.
         seqlen_k: number of keys.
     """

@@ -1,8 +1,8 @@
 """Masks from functions of positions, as in FlexAttention, and unions of masks.
 
 A function is evaluated for the shape of a call, a block of rows at a time. If the visible keys of
-each query are consecutive, the mask becomes bands, key masks, prefixes and documents that express
-these intervals, or on a CPU a table of intervals. Kernels then skip tiles, and no tensor of
+each query are consecutive, the mask becomes bands, key masks, prefixes and documents if these
+express it, or on a CPU a table of intervals. Kernels then skip tiles, and no tensor of
 seqlen_q x seqlen_k elements is allocated. All other masks become a table of bits on a CPU, and
 dense tensors on other devices.
 """
@@ -32,7 +32,7 @@ CHUNK = 1 << 22
 def from_mask_mod(mask_mod: MaskMod) -> Mask:
     """Create a mask from a function of positions, such as a mask_mod of FlexAttention.
 
-    The function is evaluated once for each shape of a call: at its first call, or sooner by
+    The function is evaluated once for each shape: at the first call with this shape, or earlier by
     `mask.plot`. Causal masks, windows, prefixes and documents are recognized, and are as fast as
     those of the other functions of this module; lengths become a bool tensor of the keys. The cost
     of other masks depends on the device. On a CPU, a mask becomes a table of key intervals if the
@@ -44,7 +44,7 @@ def from_mask_mod(mask_mod: MaskMod) -> Mask:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns True if query q_idx of sequence b and head h
             attends to key kv_idx. The arguments are int scalar tensors under torch.vmap. Tensors
             that the function reads must be on the device of query, and may change in place; see
-            `Mask`. Other values that it reads, also variables, must not change.
+            `Mask`. Other values that it reads, including variables, must not change.
 
     Raises:
         TypeError: mask_mod is not callable.
@@ -172,7 +172,7 @@ def recognized(
 
 
 class Reads(TorchFunctionMode):
-    """Mode that records tensors whose values torch functions read, but which they did not return.
+    """Mode that records tensors whose values torch functions read, except their results.
 
     Under vmap, batched tensors are not recorded.
     """

@@ -208,7 +208,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """
         q = self._project_query(x)
         memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
-        # With batch_first, q is stored as (N, T, num_heads, head_dim), so sequences join in a view.
+        # With batch_first, q is stored as (N, T, num_heads, head_dim), so the result is a view.
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)

@@ -123,7 +123,7 @@ def norm_bwd(work: NormBackward, backend: Backend) -> NormGradients:
 
 
 def _run_norm_kernels(work: NormBackward, backend: Backend) -> NormGradients:
-    """Run the norm backward without negative bits in gradients, which the kernels ignore."""
+    """Run the norm backward, after resolving negative bits, which kernels ignore."""
     grad_out, grad_total = work.grad_out.resolve_neg(), work.grad_total
     grad_total = None if grad_total is None else grad_total.resolve_neg()
     return accepted(backend.norm_bwd(work._replace(grad_out=grad_out, grad_total=grad_total)))

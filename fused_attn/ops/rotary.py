@@ -155,7 +155,7 @@ def _run(input: Tensor, rotation: Rotation, backend: Backend, backward: bool) ->
 
 
 class _Rotary(Function):
-    """Autograd Function of `rotate`, which is linear in input. Its backward is a rotation, too."""
+    """Autograd Function of `rotate`, which is linear in input. Its backward has the same form."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, *rest: Any) -> Tensor:

@@ -38,7 +38,7 @@ def _fake(*, device: torch.device) -> Tensor:
 def _trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """Trace the op as torch's randint, with a policy for AOTAutograd's partitioner.
 
-    AOTAutograd merges equal nodes of other ops, so that all layers would have the same seed.
+    AOTAutograd would merge equal nodes of any other op, so all layers would share one seed.
     """
     with mode:
         seed = philox.new_seed(**kwargs)

@@ -1,4 +1,4 @@
-"""Attention sinks: a learned logit for each head that is added to the softmax, without a value.
+"""Attention sinks: a learned logit for each head that is added to the softmax, but has no value.
 
 A sink adds exp(sink) to the softmax denominator of each row. Kernels do not support sinks. Instead,
 each row of out is multiplied by exp(lse) / (exp(lse) + exp(sink)), and autograd computes the

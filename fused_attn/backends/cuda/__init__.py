@@ -62,7 +62,7 @@ class CudaBackend(KernelBackend):
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate, want_lse: bool
     ) -> tuple[Tensor, Tensor] | None:
-        check_pages(update)  # an invalid page is a segmentation fault in an emulated kernel
+        check_pages(update)  # an invalid page would crash an emulated kernel
         return attention.attention_decode(self.readable(call, update.capacity), update)
 
 

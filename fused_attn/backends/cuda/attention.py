@@ -220,7 +220,7 @@ def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
     num_m, num_n = -(-seqlen_q // tile), -(-seqlen_k // tile)
     shared = batch * query.shape[1] // (bias_batch * bias_heads)
     blocks = bias_batch * bias_heads * num_m * num_n
-    # Number of parts per block with which the thread blocks occupy all multiprocessors.
+    # Split the work of each block so that the parts occupy all multiprocessors.
     wanted = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
     times = max(1, -(-wanted // blocks))
     return torch.empty(

@@ -92,7 +92,7 @@ def run(
 ) -> None:
     """Call a function of the module, which launches kernels on the current stream of a device.
 
-    On the CPU, where kernels are emulated, the module gets device -1.
+    On the CPU, where kernels are emulated, the module receives device -1.
     """
     function = getattr(_cuda, name)
     if device.type == "cpu":

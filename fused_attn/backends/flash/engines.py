@@ -61,7 +61,7 @@ class Engine:
 
     Attributes:
         name: name of the package, also in messages and in the denylist.
-        min_version: the first version whose interface is known to fit.
+        min_version: the first supported version.
         min_capability, max_capability: range of supported compute capabilities.
         head_dim_multiple: head_dim must be a multiple of it.
         dense: True if the engine accepts dense batches; otherwise it requires packed rows.
@@ -94,7 +94,7 @@ class Engine:
         return self.traceable
 
     def unavailable(self) -> list[str]:
-        """Return the reason why this engine is not installed in a known version."""
+        """Return the reason why no supported version is installed; empty if one is."""
         return missing(self.name, self.min_version)
 
     def refusals(self, problem: AttentionProblem, plan: MaskPlan) -> list[str]:
@@ -139,7 +139,7 @@ class Engine:
         return []
 
     def function(self, name: str) -> Any:
-        """Return a function of the package, which the first call imports."""
+        """Return a function of the package, and import the package if necessary."""
         raise NotImplementedError
 
     def window(self, left: int | None, right: int | None) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def _features_of(problem: AttentionProblem, plan: MaskPlan) -> list[str]:
 
 
 def _exceeds_limit(problem: AttentionProblem, plan: MaskPlan) -> bool:
-    """Return True if a limit of seqlen_k on the right side changes the window, see Engine."""
+    """Return True if an engine with `limits_right_side` would change the mask of a plan."""
     seqlen_k = plan.key_end - plan.key_begin or problem.seqlen_k
     if plan.right is None:
         return plan.left is not None and problem.seqlen_q > seqlen_k + 1
@@ -363,7 +363,7 @@ def _exceeds_limit(problem: AttentionProblem, plan: MaskPlan) -> bool:
 
 @traced_as_constant
 def missing(name: str, min_version: str) -> list[str]:
-    """Return the reason why an engine is not installed in a known version."""
+    """Return the reason why no supported version of an engine is installed; empty if one is."""
     version = torch.__version__ if name == TORCH else version_of(name)
     if version is None:
         return [f"{name} is not installed"]

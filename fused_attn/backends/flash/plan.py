@@ -2,8 +2,8 @@
 
 These kernels align windows and ALiBi with the last query and the last key of each sequence, and
 support no other masks. Padding is expressed by additional sequences: the rows stay in place, and
-each padding region is a sequence that has only queries or only keys. So rows are neither gathered
 each padding region is a sequence that has only queries or only keys. Rows are then neither gathered
+nor scattered, and the number of real rows is not read from the device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int | 
 
 
 class Sequences(NamedTuple):
-    """Cumulative numbers of rows of the sequences of a varlen call.
+    """Cumulative sequence lengths of a varlen call.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,).

@@ -80,8 +80,8 @@ def attend(
 def mask_function(pattern: Pattern, operands: Operands) -> MaskMod:
     """Return mask_mod, which returns True for visible positions.
 
-    The intervals alone are two comparisons of the key with tables of the query, which
-    FlexAttention's FLASH engine evaluates for 32 keys at once on Blackwell.
+    Intervals need two comparisons of the key with tables of the queries. On Blackwell, the FLASH
+    engine of FlexAttention evaluates these for 32 keys at once.
     """
     begin, end, key_mask, dense = operands.begin, operands.end, operands.key_mask, operands.dense
     queries, keys = operands.query_documents, operands.key_documents
@@ -133,7 +133,7 @@ def _at(table: Any, letters: str, b: Tensor, h: Tensor, q: Tensor, k: Tensor) ->
 
 
 def _sequence_index(pattern: Pattern, operands: Operands) -> Callable[..., Any]:
-    """Return a function from a position to its indices in a table of single sequences.
+    """Return a function that maps a position to indices in a table of separate sequences.
 
     Without packed sequences, these are the indices in the batch.
     """

@@ -62,7 +62,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
-    # The divisor of partial results is also rounded, although they have no out_residual.
+    # Partial results have no out_residual, but also divide by the sums of the rounded weights.
     rounded = for_backward and args.dtype.itemsize == 2
     config = args.config("fwd", rounded)
     num_m = -(-sizes.seqlen_q // config.block_m)
@@ -332,7 +332,7 @@ class LaunchArguments:
 
 @functools.lru_cache(maxsize=1024)
 def _constants(*values: Any) -> KernelConstants:
-    """Cache the constants: Triton compares all fields of an object that it has not seen before."""
+    """Return one object for equal values, because Triton compares other objects by field."""
     return KernelConstants(*map(tl.constexpr, values))
 
 

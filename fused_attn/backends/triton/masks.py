@@ -1,8 +1,8 @@
 """Masks in kernels: the visibility of the scores of a tile, and the terms added to them.
 
 The structural conditions (band, key range, prefix) reduce to one interval [lo(i), hi(i)) of visible
-keys per query i. Each score therefore needs only two comparisons. Positions are
-int32, because they are below `fused_attn.masks.UNLIMITED`.
+keys per query i. Each score therefore needs only two comparisons. Positions are int32, because they
+are below `fused_attn.masks.UNLIMITED`.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages for each architecture, pass, element size and head_dim.
 
-There is no autotuning at run time. `python scripts/tune_triton.py` benchmarks the
-candidates on the local GPU, and prints rows for this file.
+There is no autotuning at run time. `python scripts/tune_triton.py` benchmarks the candidates on the
+local GPU, and prints rows for this file.
 
 The 16-bit rows of sm_90 for head_dim up to 128 were measured on an H200 (all candidates and times:
 benchmarks/results/triton-tiles-h200.json). Small tiles with four warps, two programs of which fit
@@ -34,7 +34,7 @@ MAX_DECODE_QUERIES = 16
 # A KV split must have several KV blocks, because otherwise its startup takes longer than its work.
 # With more than DECODE_MAX_PARTS splits, the merge takes longer than the splits save.
 DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
-# Target where work can be split, so that one program computes while another waits for memory.
+# Target for work that can be split: one program computes while another waits for memory.
 PROGRAMS_PER_CORE = 2
 WIDTHS = (64, 128, 256)  # head_dim is rounded up to the next of these
 # Rows per program of the statistics kernel. Each program loads one tile of out and one of grad_out,

@@ -89,7 +89,7 @@ def attention_weights(call: AttentionCall, average: bool) -> Tensor:
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weights after dropout, value repeated to num_heads, a mask of empty rows, and lse."""
+    """Return weights after dropout, value with num_heads heads, fully masked rows, and lse."""
     scores, value = _scores(call)
     seqlen_k = scores.shape[3]
     statistics = statistics_dtype(scores.dtype)

@@ -27,7 +27,7 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Cast the inputs of a norm to float32 under autocast on CUDA, as torch does.
 
-    float64 is not cast, and neither are tensors on other devices.
+    float64 tensors and tensors on other devices are returned unchanged.
     """
     device_type = input.device.type
     if device_type != "cuda" or not autocasts(device_type) or input.dtype == torch.float64:

@@ -56,7 +56,7 @@ class Flat:
 
     @classmethod
     def of_flat(cls: type[FlatT], values: Sequence[Any]) -> FlatT:
-        """Return the object for a list of values that starts with its `flat()`."""
+        """Construct an object from a list that starts with the values of its `flat()`."""
         raise NotImplementedError
 
     def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:

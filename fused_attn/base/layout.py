@@ -96,8 +96,8 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
 def _is_inner(stride: int | SymInt, other: int | SymInt) -> bool:
     """Return True if the first stride is nonzero and smaller than the second.
 
-    A stride of 0 (expanded dimension) returns False. Symbolic strides return False if their order
-    is not statically known, because a comparison would add a guard.
+    The result is False for a stride of 0 (expanded dimension), and for symbolic strides whose order
+    is not statically known, because comparing them would add a guard.
     """
     if isinstance(stride, int) and isinstance(other, int):
         return 0 < stride < other

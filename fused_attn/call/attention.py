@@ -210,7 +210,7 @@ class UncheckedAttention:
 @flattens
 @dataclass(eq=False)
 class AttentionCall(Flat):
-    """Attention call in the form for kernels: softmax(mask(scale * query @ key^T)) @ value.
+    """Attention call in the form that kernels need: softmax(mask(scale * query @ key^T)) @ value.
 
     Validation or `UncheckedAttention.assume_checked` creates it.
 

@@ -81,8 +81,8 @@ class KeyValueCache:
             write to the same buffers, past the end of these views.
 
         Raises:
-            ValueError: gradients are enabled, and key or value requires grad; or a size or the
-                dtype does not fit the cache, or the other tensor.
+            ValueError: key or value requires grad while gradients are enabled, or its shape or
+                dtype does not match the cache or the other tensor.
         """
         self.make_room(key, value)
         end = self.length + key.shape[2]

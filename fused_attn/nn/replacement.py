@@ -210,7 +210,7 @@ def unhooked(module: Module, ignored: Callable[[Any], bool] | None = None) -> bo
     """Return True if no hooks are registered on `module`; global hooks may be set.
 
     Args:
-        ignored: returns True for forward hooks that do not count.
+        ignored: returns True for forward hooks to disregard.
     """
     hooks: Any = module._forward_hooks
     if hooks and ignored is not None:

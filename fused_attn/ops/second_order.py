@@ -103,7 +103,7 @@ def _first_order(
     inputs: Sequence[Tensor | None],
     grad_outputs: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of run(*inputs) with respect to inputs, which require grad.
+    """Return differentiable gradients of run(*inputs) for inputs, all of which must require grad.
 
     A gradient is None if its input is None or run does not use it.
     """
@@ -128,8 +128,8 @@ def _second_order(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the vector-Jacobian product of `_first_order` with grad_grads.
 
-    It consists of gradients with respect to inputs, which need not require grad, and of those with
-    respect to grad_outputs.
+    The results are the gradients with respect to inputs and those with respect to grad_outputs.
+    Inputs need not require grad.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):

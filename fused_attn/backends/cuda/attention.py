@@ -191,7 +191,7 @@ def in_chunks(tensor: Tensor) -> Tensor:
 
 
 def _accumulates_dq_atomically(query: Tensor, value: Tensor) -> bool:
-    """Return True if the dK/dV kernel also accumulates dQ, with atomics in undefined order."""
+    """Return True if the dK/dV kernel also accumulates dQ, by atomic additions in any order."""
     if torch.are_deterministic_algorithms_enabled() or query.dtype == torch.float32:
         return False
     return max(query.shape[3], value.shape[3]) <= compiled().MAX_ADDED_HEAD_DIM

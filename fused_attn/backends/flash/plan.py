@@ -27,7 +27,7 @@ class MaskPlan(NamedTuple):
     """Arguments of the kernels for a mask, as far as the host knows them.
 
     Attributes:
-        left, right: window relative to the diagonal that ends at the last query and key of each
+        left, right: window around the diagonal that ends at the last query and key of each
             sequence; None for no limit.
         key_begin, key_end: range of the keys to pass, for a batch without lengths. All other keys
             are fully masked.

@@ -260,8 +260,8 @@ def hides_values(mask):
 @triton.jit
 def any_nan(tile):
     """Return True if a tile has a NaN."""
-    # Reduce all elements at once: on sm_100, Triton 3.6 and 3.7 cannot compile a reduction of
-    # vectors that are reductions of a matmul's result.
+    # Reduce both dimensions at once. On sm_100, Triton 3.6 and 3.7 cannot compile two successive
+    # reductions of a matmul's result.
     return tl.max((tile != tile).to(tl.int32)) != 0
 
 

@@ -49,7 +49,7 @@ def attention_bwd_bias_kernel(
         seed = tl.load(seed)
     total = tl.zeros((const.BLOCK_M, const.BLOCK_N), tl.float32)
     for s in range(part * each, tl.minimum(part * each + each, shared)):
-        # In a dimension that the mask does not broadcast, the term with s is 0.
+        # The term with s is 0 in dimensions in which the mask is not broadcast.
         b, h = bias_b + s // shared_heads, bias_h + s % shared_heads
         at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
         if tl.load(kinds + at) != SKIP:

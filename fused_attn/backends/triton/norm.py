@@ -117,7 +117,7 @@ def norm_fwd_kernel(
 
     _store_normalized(x, row_mean, row_rstd, weight, bias, out, tile)
     if COLUMNS > BLOCK_COLS:
-        tl.debug_barrier()  # threads may next read elements of total that others wrote
+        tl.debug_barrier()  # elements of total that other threads wrote are read next
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
         y = _load_tile(input if total is None else total, chunk)
@@ -197,7 +197,7 @@ def norm_bwd_kernel(
             h = row_rstd * (h - across - y * along)
             _store_gradients(h, grad_total, dropout, runs, grad_input, grad_residual, chunk)
         if COLUMNS > BLOCK_COLS:
-            tl.debug_barrier()  # threads may next read sums that others wrote
+            tl.debug_barrier()  # sums that other threads wrote are read next
     _add_up(weight_sums, weight_sum, columns, False, COLUMNS)
     _add_up(bias_sums, bias_sum, columns, False, COLUMNS)
 

@@ -237,8 +237,8 @@ def _by_norm_tensor(
 def _tracked(call: FlatT) -> tuple[FlatT, Sequence[Tensor | None]]:
     """Return a call and its tensors as arguments for the `apply` of a Function.
 
-    Trailing Nones are omitted, because each argument takes time. Under torch.compile, which rejects the
-    same tensor twice, repeated tensors are replaced by views.
+    Trailing Nones are omitted, because each argument takes time. Under torch.compile, which rejects
+    the same tensor twice, repeated tensors are replaced by views.
     """
     tensors = call.tensors()
     if is_compiling():

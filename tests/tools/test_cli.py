@@ -141,7 +141,7 @@ def test_doctor(capsys):
     importlib.util.find_spec("fused_attn._cuda") is not None,
     reason="reason: the CUDA module is built",
 )
-def test_doctor_says_how_to_build_the_cuda_module(capsys):
+def test_doctor_says_how_to_build_for_gpus(capsys):
     out = run(capsys, "doctor")[1]
     assert "built without the CUDA module: build with FUSED_ATTN_CUDA=1" in out
 

@@ -35,24 +35,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Prevent the tests from reading verdicts that `fused-attn verify` stored on this machine."""
+    """Ignore the verdicts that `fused-attn verify` stored on this machine."""
     nowhere = tmp_path_factory.getbasetemp() / "verdicts"
     verdicts.folder = lambda: nowhere
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--draw", type=int, default=0, help="number of the draw of random inputs")
+    parser.addoption("--draw", type=int, default=0, help="added to the seeds of random inputs")
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Seed every test, so that its random numbers do not depend on test order."""
+    """Seed torch before each test, so that random numbers do not depend on the order of tests."""
     use_draw(request.config.getoption("--draw"))
 
 
 @pytest.fixture(autouse=True)
 def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make our kernels compute calls of any size, except in tests that are marked small_calls."""
+    """Run small calls on this package's kernels too, except in tests marked small_calls."""
     limits = small_calls.limits  # not monkeypatch, which would be undone after other fixtures
     if request.node.get_closest_marker("small_calls") is None:
         small_calls.limits = small_calls.NONE
@@ -62,10 +62,10 @@ def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test on the kernels of each instruction set that this CPU has.
+    """Run the test on the kernels of each instruction set that this CPU supports.
 
-    A test or a file selects some of them with parametrize("isa", ..., indirect=True). Those that
-    this CPU lacks are deselected, because skipping thousands of tests takes seconds.
+    parametrize("isa", ..., indirect=True) selects some of them. Unsupported ones are deselected
+    instead of skipped, because skipping thousands of tests takes seconds.
     """
     with use_isa(request.param):
         yield request.param
@@ -73,7 +73,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Store verdicts of the test in an empty folder, and yield that folder."""
+    """Store the verdicts of the test in a new folder, and yield its path."""
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     verdicts.read_again()
     yield tmp_path / "verdicts"
@@ -94,7 +94,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect unsupported parameters, mark thinned and GPU tests, and skip GPU tests on CPUs."""
-    left_out = {item for item in items if not _taken(item)}
+    left_out = {item for item in items if not _is_selected(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     skip = pytest.mark.skip(reason="needs a GPU")
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         backend = _backend(item)
         if backend in BACKENDS and device_of(backend).type == "cuda":
             item.add_marker("gpu")
-        # item.keywords would also match names of folders, such as that of the checkout.
+        # item.keywords would also contain the names of parent folders.
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
 
@@ -114,13 +114,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 
 def _backend(item: pytest.Item) -> str | None:
-    """Return the backend that a test covers, from its parameter or its file name."""
+    """Return a test's backend, from its parameter or its file name; None for tests without one."""
     of_file = "triton" if item.path.name.startswith("test_triton_") else None
     return _parameters(item).get("backend", of_file)
 
 
-def _taken(item: pytest.Item) -> bool:
-    """Return True if CPU and backend support the parameters, and are fast enough for the test."""
+def _is_selected(item: pytest.Item) -> bool:
+    """Return False if CPU or backend do not support the parameters or are too slow for the test."""
     backend, dtype = _backend(item), _parameters(item).get("dtype")
     if _parameters(item).get("isa") in NOT_HERE:
         return False
@@ -130,7 +130,7 @@ def _taken(item: pytest.Item) -> bool:
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """Return True if `sampled`, or `thinned` on a slow backend, excludes these parameters."""
+    """Return True if a `sampled` marker (or `thinned`, on slow backends) lists the parameters."""
     marks = list(item.iter_markers("sampled"))
     if _backend(item) in SLOW_BACKENDS:
         marks += item.iter_markers("thinned")

@@ -1,9 +1,8 @@
 """Stand-ins for flash-attn 2, 3, 4 and torch's varlen_attn: same signatures and semantics.
 
-Each stand-in has the arguments, the mask alignment and the restrictions of its original. The
-stand-ins also reproduce known pitfalls: the last tile of a sequence loads values after its end and
-multiplies them by 0, lse is +inf in rows without keys (flash-attn 2 and torch), and a gradient of
-lse is ignored, except by flash-attn 4.
+Each stand-in has the arguments, the mask alignment and the restrictions of its original, and these
+pitfalls: the last tile of a sequence loads values after its end and multiplies them by 0; lse of
+rows without keys is +inf (flash-attn 2 and torch); only flash-attn 4 differentiates lse.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from torch import Tensor
 from fused_attn.backends import denylist, flash
 from fused_attn.backends.flash import engines
 
-TILE = 16  # number of rows that the stand-ins load together
-calls: list[dict[str, Any]] = []  # arguments of the calls, newest last
+Sides = tuple[int | None, int | None]
+TILE = 16  # rows in each KV block that the stand-ins load
+calls: list[dict[str, Any]] = []  # arguments of each call, in order
 
 
 def _sequence(
@@ -31,13 +31,13 @@ def _sequence(
     """Return out (queries, heads, dim) and lse (heads, queries) of one sequence.
 
     Args:
-        behind: values in the last tile that belong to other sequences.
+        behind: values of the following sequences that the last tile loads.
         sides: left and right limits of the window; None for no limit.
         slopes: (heads,).
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v, behind = (t.repeat_interleave(group, 1) for t in (k, v, behind))
-    assert scale > 0.0, "the kernels scale masked scores of -inf, and the row maximum"
+    assert scale > 0.0, "the kernels scale after masking, so that -inf would change its sign"
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -47,12 +47,9 @@ def _sequence(
         # With a causal mask, flash-attn adds slope * key: out is the same, but lse is not.
         bias = j.expand(queries, keys) if sides == (None, 0) else -distance.abs()
         scores = scores + slopes.to(scores)[:, None, None] * bias
-    masked = torch.zeros(queries, keys, dtype=torch.bool)
-    if sides[0] is not None:
-        masked |= distance < -sides[0]
-    if sides[1] is not None:
-        masked |= distance > sides[1]
-    empty = masked.all(1) if keys else torch.ones(queries, dtype=torch.bool)
+    left, right = (math.inf if side is None else side for side in sides)
+    masked = (distance < -left) | (distance > right)
+    empty = masked.all(1)
     scores = scores.masked_fill(masked & ~empty[:, None], float("-inf"))
     weights = scores.softmax(-1).masked_fill(empty[:, None], 0.0) if keys else scores
     out = torch.einsum("hqk,khd->qhd", weights, v) + 0.0 * behind.sum(0)
@@ -73,19 +70,21 @@ def _varlen(
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert q.shape[1] % k.shape[1] == 0
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
-    ends_q, ends_k = starts_q.tolist(), starts_k.tolist()
+    lengths_q, lengths_k = starts_q.diff().tolist(), starts_k.diff().tolist()
+    rows = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     outs, sums = [], []
-    for b in range(len(ends_q) - 1):
-        first, end = ends_k[b], ends_k[b + 1]
-        tiles = first + -(-(end - first) // TILE) * TILE
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        out, lse = _sequence(
-            q[ends_q[b] : ends_q[b + 1]], k[first:end], v[first:end], v[end:tiles].detach(),
-            scale, sides, softcap, own,
-        )  # fmt: skip
+    for b, (queries, keys, values) in enumerate(rows):
+        end = int(starts_k[b + 1])
+        behind = v[end : end + -len(keys) % TILE].detach()
+        own = _slopes_of(slopes, b)
+        out, lse = _sequence(queries, keys, values, behind, scale, sides, softcap, own)
         outs.append(out)
         sums.append(lse)
     return torch.cat(outs), torch.cat(sums, 1)
+
+
+def _slopes_of(slopes: Tensor | None, sequence: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[sequence]
 
 
 def _dense(
@@ -100,14 +99,11 @@ def _dense(
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-Sides = tuple[int | None, int | None]
-
-
 def _fa2_sides(causal: bool, window: Any, seqlen_k: int) -> Sides:
     """Return the window of flash-attn 2, where any negative number means no limit.
 
-    A side >= seqlen_k means no limit too. If the left side is limited, no limit on the right means
-    seqlen_k, even if there are more queries than keys.
+    A side >= seqlen_k also means no limit. If only the left side is limited, the limit on the right
+    is seqlen_k, even if there are more queries than keys.
     """
     left, right = (None if side < 0 or side >= seqlen_k else side for side in window)
     right = 0 if causal else right
@@ -181,12 +177,9 @@ def fa2_with_kvcache(
             if new is not None:
                 cache[holder[begin:], position[begin:]] = new[b]
         keys, values = (cache[holder, position] for cache in (k_cache, v_cache))
-        slopes = (
-            alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
-        )
         out, lse = _sequence(
             q[b], keys, values, values[:0], softmax_scale,
-            _fa2_sides(causal, window_size, capacity), softcap, slopes,
+            _fa2_sides(causal, window_size, capacity), softcap, _slopes_of(alibi_slopes, b),
         )  # fmt: skip
         outs.append(out)
         sums.append(lse.masked_fill(lse == float("-inf"), float("inf")))
@@ -226,13 +219,13 @@ def fa3_varlen_func(
 # ---- flash-attn 4 -------------------------------------------------------------------------------
 
 
-def _fa4_sides(causal: bool, window: Any, q: Tensor, v: Tensor) -> tuple[int | None, int | None]:
+def _fa4_sides(causal: bool, window: Any, q: Tensor, v: Tensor) -> Sides:
     for size in (q.shape[-1], v.shape[-1]):
         assert 8 <= size <= 256 and size % 8 == 0
     left, right = window
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
-    return left, 0 if causal else right  # one negative number is an offset, not "no limit"
+    return left, 0 if causal else right  # a single negative side is an offset, not "no limit"
 
 
 def fa4_func(
@@ -293,7 +286,7 @@ def _module(name: str, **functions: Any) -> ModuleType:
     return module
 
 
-# Stand-in modules by engine. FILES contains the source files of the originals.
+# Stand-in modules, by engine.
 MODULES = {
     "flash-attn": _module(
         "flash_attn",
@@ -311,6 +304,7 @@ MODULES = {
         "torch.nn.attention.varlen", varlen_attn=varlen_attn, AuxRequest=AuxRequest
     ),
 }
+# Source files of the originals, by engine.
 FILES = {
     "flash-attn": "flash_attn/flash_attn_interface.py",
     "flash-attn-3": "flash_attn_interface.py",
@@ -321,7 +315,7 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b1", "flash-attn-4": "4
 
 
 def installer(monkeypatch):
-    """Yield a function that installs only the named engines, as stand-ins for the CPU."""
+    """Yield a function that replaces all engines by stand-ins for the named ones, on the CPU."""
     monkeypatch.setattr(engines, "no_gpu", list)
     monkeypatch.setattr(engines, "version_of", VERSIONS.get)
     monkeypatch.setattr(denylist, "DEFECTS", {})
@@ -335,7 +329,7 @@ def installer(monkeypatch):
         for module in (MODULES[name] for name in names):
             monkeypatch.setitem(sys.modules, module.__name__, module)
             parent, _, own = module.__name__.rpartition(".")
-            if parent == "flash_attn":  # a folder that flash-attn and flash-attn-4 share
+            if parent == "flash_attn":  # flash-attn and flash-attn-4 share this package
                 monkeypatch.setitem(sys.modules, parent, MODULES["flash-attn"])
             if parent:
                 monkeypatch.setattr(sys.modules[parent], own, module, raising=False)

@@ -28,19 +28,23 @@ ROWS = (
 def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     """Return a Markdown table of attention calls, followed by a sentence on full models.
 
-    The CPU that computes most comes first.
+    The CPU that computes most comes first. CPUs whose results have no transposed operands, the
+    layout that models use, are left out.
 
     Args:
         cpus: results of `make bench`, one entry per CPU.
         models: results of `make bench-models`.
     """
-    header, columns = ["attention, speedup over torch: float32, bfloat16"], []
+    header, columns = ["speedup over torch, transposed as in models: float32, bfloat16"], []
     for results in sorted(cpus, key=lambda results: -results["ceilings"]["bfloat16"]):
         machine = results["machine"]
         cpu = _GENERATIONS.get(machine["cpu"], machine["cpu"])
-        layout, records = next(iter(tables.by_layout(results).items()))
-        header.append(f"{cpu}, `{machine['isa']}`, {machine['threads']} threads, {layout} operands")
-        columns.append({(r["group"], r["name"], r["dtype"]): tables.over_torch(r) for r in records})
+        records = tables.by_layout(results).get("transposed")
+        if records:
+            header.append(f"{cpu}, `{machine['isa']}`, {machine['threads']} threads")
+            columns.append(
+                {(r["group"], r["name"], r["dtype"]): tables.over_torch(r) for r in records}
+            )
     rows = [
         [title, *(", ".join(f"{of[(*case, dtype)]:.1f}" for dtype in DTYPES) for of in columns)]
         for title, *case in ROWS

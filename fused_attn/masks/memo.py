@@ -176,7 +176,7 @@ def recall_eager(
     finally:
         found = list(computing.pop().values())
     memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
-    # A value from a captured graph is undefined until a replay, so others must not read it.
+    # Not cached: a value computed during graph capture is undefined until the graph is replayed.
     if capturing or not cacheable(found):
         return value
     memo[key] = Entry(_sources(tensors), _sources(found), value)

@@ -69,13 +69,13 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
     ) -> Tensor:
         """Pass src through the layers in turn.
 
-        There are four outcomes, tried in this order:
+        The first path that applies is used:
 
-        1. torch's inference, with only a bool padding mask, if the default backend wraps torch's
-           kernels.
-        2. A packed batch, without padding.
-        3. A padded batch whose padding torch would set to 0 before the norm.
-        4. A padded batch.
+        1. torch's inference fast path, if the only mask is a bool padding mask and the default
+           backend wraps torch's kernels;
+        2. the batch is packed, to remove its padding;
+        3. the padding is set to 0 before the norm, where torch would use a nested tensor;
+        4. the padding remains as it is.
 
         Args:
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).

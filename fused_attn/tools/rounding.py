@@ -47,8 +47,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 # 25 problems with WIDTH 1.
 RUNS = 256
 WIDTH = 1.25
-# Early exit: after 8 runs, an error below a third of the needed error rarely reaches it. After one
-# run, the same holds for an error below a thousandth.
+# Early exit: stop if the largest error is below 1/3 of the needed error after 8 runs, or below
+# 1/1000 after one run, because more runs rarely reach it.
 FIRST_RUNS = 8
 
 aten, prims = torch.ops.aten, torch.ops.prims

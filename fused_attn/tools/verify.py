@@ -186,7 +186,7 @@ _LOOKS = {
 
 
 def candidates() -> list[str]:
-    """Return the backends that are the default only for verified classes, in preferred order."""
+    """Return the backends that are the default only where verified, in order of preference."""
     return [name for name in BACKENDS if name in verdicts.KERNELS]
 
 

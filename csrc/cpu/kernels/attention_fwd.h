@@ -162,7 +162,8 @@ class AttentionFwd {
   void begin_query_tile(const T* query, int64_t i, QueryTile& query_tile) {
     const int64_t stride = p_.query_strides[2], wide = P::pad_dim(p_.head_dim);
     const T* rows = query + i * stride;
-    // Full tiles are not copied first. PairProduct needs an even stride: a word is two features.
+    // Full tiles are packed without staging. PairProduct reads words of two features, so the stride
+    // must be even.
     const bool whole = queries_.count - i >= kRows && wide == p_.head_dim && stride % 2 == 0;
     if (!whole) {
       copy_rows(rows, stride, min64(kRows, queries_.count - i), p_.head_dim, stage_, kRows, wide);

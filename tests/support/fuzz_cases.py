@@ -134,7 +134,8 @@ def judge(
     function.key = json.dumps([case, number]).encode()  # instruction sets share the reference
     cpu = torch.device("cpu")
     known = Reference.of(lambda dtype: run("eager", dtype, cpu), dtype, exact, function)
-    got, slack = run(backend, dtype, device_of(backend)), slack_of(case, exact, backend)
+    got = run(backend, dtype, device_of(backend))
+    slack = slack_of(case, exact, backend, known.truth)
     assert got.keys() == known.truth.keys()
     for name, truth in known.truth.items():
         results = [truth, known.eager[name], got[name], known.residuals.get(name)]
@@ -158,7 +159,9 @@ def judge(
         worst[case["op"]] = max(worst.get(case["op"], 0.0), share)
 
 
-def slack_of(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, float]:
+def slack_of(
+    case: Case, tensors: dict[str, Tensor], backend: str, truth: dict[str, Tensor]
+) -> dict[str, float]:
     """Return the amounts by which the limits for some results are raised, by name.
 
     A score gradient is P (dP - delta), which is about 0 where one key has all the weight. Eager
@@ -175,12 +178,13 @@ def slack_of(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, 
     gradient of the bias is a sum of rounded numbers, whose errors may cancel in eager math.
 
     A norm with a residual stores the sum in its 16-bit type, but mean and rstd of the exact sum. In
-    eager math, they belong to the stored sum, so errors may cancel in the gradient of the weight.
+    eager math, they belong to the stored sum, so errors may cancel in the gradient of the weight,
+    mainly with few columns.
     """
     eps = torch.finfo(getattr(torch, case["dtype"])).eps
     if case["op"] == "norm" and "residual" in tensors and eps > 1e-4:
-        rows, columns = tensors["input"][..., 0].numel(), case["shape"][-1]
-        return {"grad_weight": eps * rows**0.5 * min(columns**0.5, 4.0)}
+        rows, columns = case["shape"]
+        return {"grad_weight": eps * (rows / columns) ** 0.5}
     if case["op"] == "activation":
         x = tensors["input"]
         small, rows = 2.0**-53 * float(x.abs().max()), x[..., 0].numel()
@@ -205,16 +209,14 @@ def slack_of(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, 
         slack["grad_sinks"] = eps * rows**0.5 * largest
         if case["dtype"] in ("bfloat16", "float16"):
             # The gradient of out is scaled and rounded for each row, before the kernel reads it.
-            _, heads, heads_kv, rows, *_ = case["shape"]
-            rows *= heads / heads_kv
-            slack["grad_value"] = torch.tensor(eps / 2 / keep * rows**0.5)
+            if "grad_value" in truth:
+                slack["grad_value"] = eps * truth["grad_value"].abs().max()
             if "bias" in tensors:
                 slack["grad_bias"] += eps / 2 / keep * value.double().norm(dim=-1).max()
     if case.get("rotary") and case["dtype"] in ("bfloat16", "float16"):
         norms = [t.double().norm(dim=-1).max() for t in (query, key)]
         change = eps * scale * norms[0] * norms[1] / query.shape[-1] ** 0.5
-        spread = 2 * value.double().abs().max()
-        slack |= {"out0": change.clamp(max=1) * spread, "out1": change}
+        slack |= {"out0": change.clamp(max=2) * value.double().abs().max(), "out1": change}
     if backend == "cpp" and case["dtype"] == "bfloat16" and _bfloat16_products():
         slack["out1"] = slack.get("out1", torch.zeros(())) + 1e-4
         if "bias" in tensors:
